@@ -7,7 +7,15 @@ from rlft_fast.config.algorithm import AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key, without_password
 from rlft_fast.config.cluster import ClusterConfig, GeneratorsConfig, GroupName, WorkersConfig
 from rlft_fast.config.environment import EnvironmentConfig
-from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, TeacherConfig
+from rlft_fast.config.model import (
+    CriticConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TeacherConfig,
+    TopKTeacherConfig,
+)
 from rlft_fast.config.objectives import OBJECTIVES, load_config
 from rlft_fast.config.paths import HUB, hub_parts
 from rlft_fast.config.resume import changed_settings, fixed_settings
@@ -76,6 +84,7 @@ __all__ = [
     "TaughtConfig",
     "TaughtDataConfig",
     "TeacherConfig",
+    "TopKTeacherConfig",
     "VLLMConfig",
     "WorkersConfig",
     "changed_settings",

@@ -196,13 +196,47 @@ class EngineConfig(ModelConfig):
             yield "cpu_offload keeps the optimizer's state on the CPU already: leave optimizer.cpu_offload out"
 
 
-class TeacherConfig(ModelConfig):
-    """A frozen model with the policy's tokens, which the policy learns to sample like."""
+class TopKTeacherConfig(ModelConfig):
+    """A frozen model with the tokens of the model that learns from it."""
 
     model: MayChange[ModelPath]
-    """Folder of the teacher. Its tokenizer has all of the policy's tokens, with the same ids."""
+    """Folder of the teacher. Its tokenizer has all tokens of the model that learns, with the same ids."""
     weight: PositiveFloat = 1.0
-    """Weight of log π_teacher - log π of a sampled token, which is added to the token's advantage."""
+    """Weight of the divergence from the teacher in the loss."""
+    top_k: Annotated[PositiveInt, Field(le=65536)] = 64
+    """How many of its most likely ids the teacher names for each token."""
+    add_tail: bool = True
+    """The divergence also has a term of all other ids together."""
+
+    @property
+    def engine(self) -> EngineConfig:
+        """How the teacher is held in memory and run."""
+        return EngineConfig(**{name: getattr(self, name) for name in ModelConfig.model_fields})
+
+    @property
+    def num_ids(self) -> int | None:
+        """How many ids the teacher names for each token; None: it scores sampled tokens alone."""
+        return self.top_k
+
+
+class TeacherConfig(TopKTeacherConfig):
+    """A frozen model with the policy's tokens, which the policy learns to sample like."""
+
+    loss: Literal["sampled", "topk"] = "sampled"
+    """sampled: log π_teacher - log π of sampled tokens, in the advantage; topk: the divergence over top_k, in the loss.
+
+    sampled needs a teacher and a policy that are alike: a token that the policy never samples teaches nothing. topk
+    teaches of every token all that the teacher says."""
+    weight: PositiveFloat = 1.0
+    """Weight of the term of the teacher, which is added to the advantages, or to the loss."""
+    top_k: Annotated[PositiveInt, Field(le=65536)] = 64
+    """How many of its most likely ids the teacher names for each token. Read by topk."""
+    add_tail: bool = True
+    """The divergence also has a term of all other ids together. Read by topk."""
+
+    @property
+    def num_ids(self) -> int | None:
+        return self.top_k if self.loss == "topk" else None
 
 
 class CriticConfig(EngineConfig):

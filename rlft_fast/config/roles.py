@@ -20,6 +20,7 @@ class Role:
         trains: whether it has an optimizer.
         phases: the phases of a step in which it works.
         temperature: of its log-probabilities.
+        top_k: how many of the most likely ids it tells of each token; None: none.
     """
 
     path: str
@@ -28,3 +29,4 @@ class Role:
     trains: bool
     phases: tuple[StepPhase, ...]
     temperature: float = 1.0
+    top_k: int | None = None

@@ -309,6 +309,14 @@ class Config(RunConfig):
             yield "algorithm.advantage: none learns from a teacher alone: give a teacher section, or another advantage"
 
     @rule
+    def _teacher_and_policy_see_all_tokens(self) -> Iterator[str]:
+        if self.rollout.top_k is not None and self.teacher is not None and self.teacher.loss == "topk":
+            yield (
+                "teacher.loss: topk compares distributions over the whole vocabulary, but rollout.top_k samples among "
+                "a part of it: leave it out, or set teacher.loss: sampled"
+            )
+
+    @rule
     def _longest_sequence_fits(self) -> Iterator[str]:
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         engines = {
@@ -396,9 +404,11 @@ class Config(RunConfig):
             frozen = frozen.model_copy(update={"init_from": None})
             roles["reference"] = replace(policy, config=frozen, trains=False, phases=("infer",))
         if self.teacher is not None:
-            frozen = EngineConfig(**self.teacher.model_dump(exclude={"model", "weight"}))
-            path = self.teacher.model
-            roles["teacher"] = replace(policy, path=path, config=frozen, trains=False, phases=("infer",))
+            frozen = self.teacher.engine
+            roles["teacher"] = replace(
+                policy, path=self.teacher.model, config=frozen, trains=False, phases=("infer",),
+                top_k=self.teacher.num_ids,
+            )  # fmt: skip
         if critic is not None:
             path = critic.model or self.model
             roles["critic"] = Role(path=path, config=critic, head="value", trains=True, phases=("infer", "update"))

@@ -21,7 +21,7 @@ from rlft_fast.data.images import Images, image_table
 IGNORE_INDEX = -100
 
 _INTEGER_FIELDS = dict.fromkeys(("input_ids_T", "position_ids_T", "group_B", "unit_B", "image_B"), torch.int64)
-_INT32_FIELDS = dict.fromkeys(("cu_seqlens", "support_TK", "weight_version_T"), torch.int32)
+_INT32_FIELDS = dict.fromkeys(("cu_seqlens", "support_TK", "teacher_ids_TK", "weight_version_T"), torch.int32)
 _FIELD_DTYPES = _INTEGER_FIELDS | _INT32_FIELDS | {"loss_mask_T": torch.bool}
 # Rewards may also be float64: float32 has no two numbers near 1e9 that differ by 1. All others are float32.
 _REWARDS = ("reward_T", "reward_B", "baseline_B")
@@ -45,7 +45,9 @@ class Batch:
         old_logprob_T: (T,) float32, log-probability of the next token under the policy that starts the update.
         ref_logprob_T: (T,) float32, the same under the reference model.
         teacher_logprob_T: (T,) float32, the same under the teacher.
-        rollout_logprob_T: (T,) float32, the same as the generator reported it.
+        teacher_ids_TK: (T, K) int32, the next tokens that the teacher finds most likely.
+        teacher_logprob_TK: (T, K) float32, log-probabilities of these ids under the teacher; -inf: there is no such id.
+        rollout_logprob_T: (T,) float32, log-probability of the next token as the generator reported it.
         weight_version_T: (T,) int32, version of the weights that sampled the next token; 0 where none did.
         logprob_T: (T,) float32, the same under the current policy.
         entropy_T: (T,) float32, entropy of the next-token distribution.
@@ -81,6 +83,8 @@ class Batch:
     old_logprob_T: Tensor | None = None
     ref_logprob_T: Tensor | None = None
     teacher_logprob_T: Tensor | None = None
+    teacher_ids_TK: Tensor | None = None
+    teacher_logprob_TK: Tensor | None = None
     rollout_logprob_T: Tensor | None = None
     weight_version_T: Tensor | None = None
     logprob_T: Tensor | None = None

@@ -153,16 +153,16 @@ def positional(
 
 
 def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, output_index_A: Tensor) -> Tensor:
-    """Outputs back at their places: (T,) float32 on the CPU, 0 elsewhere, also where another rank has the row.
+    """Outputs back at their places: (T,) or (T, K) on the CPU, 0 elsewhere, also where another rank has the row.
 
     Waits for the device.
 
     Args:
-        values_A: (A,) float32.
+        values_A: (A,), or (A, K).
         micro_batch: that they are of.
         output_index_A: (A,) their positions in it.
     """
-    values_T = torch.zeros(micro_batch.num_tokens, dtype=torch.float32)
+    values_T = torch.zeros(micro_batch.num_tokens, *values_A.shape[1:], dtype=values_A.dtype)
     values_T[output_index_A] = values_A.cpu()
     return values_T
 

@@ -28,7 +28,18 @@ from rlft_fast.engine.forward import (
     sequence_mean,
     sum_over_rows,
 )
-from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output, couples, weighted
+from rlft_fast.engine.loss import (
+    IDS_LOGPROB,
+    LOSS_READS,
+    OF_TOP,
+    OUTPUTS,
+    TRAINED,
+    Loss,
+    Output,
+    couples,
+    ids_field,
+    weighted,
+)
 from rlft_fast.engine.protocol import Future
 from rlft_fast.engine.sharding import discard_gradients, hand_over_gradients, reduce_gradients, reshard
 from rlft_fast.engine.state import EngineState
@@ -47,6 +58,7 @@ class FSDPEngine(EngineState):
         head: "logprob" for a policy or reference, "value" for a critic, "score" for a reward model.
         num_training_steps: optimizer steps of the whole run, for the schedule; None: the model is frozen.
         temperature: sampling temperature of the log-probabilities.
+        top_k: K of the outputs "top_ids" and "top_logprob"; None: the engine does not give them.
         world: the processes that share the model; None: `World.current()`.
 
     Attributes:
@@ -73,11 +85,12 @@ class FSDPEngine(EngineState):
             batch: the whole batch, the same on every rank, on the CPU; or this rank's share. Its ``loss_weight_T`` does
                 not matter.
             outputs: "logprob", "entropy" and "sum_prob_squared" of a policy, "value" of a critic, "score" of a reward
-                model.
+                model. "top_ids" and "top_logprob" are the K most likely next tokens of a policy, which go with
+                "logprob" alone.
 
         Returns:
             For each output a (T,) float32 tensor on the CPU in the order of the batch or the share, 0 outside
-            ``loss_mask_T``.
+            ``loss_mask_T``; "top_ids" is (T, K) int32 and "top_logprob" (T, K).
 
         Raises:
             ValueError: a sequence is longer than the token cap, the batch has images that the model cannot take (see
@@ -108,6 +121,9 @@ class FSDPEngine(EngineState):
         return own_T if work.whole is None else gather_outputs(own_T, *work.whole, self.world, self.sequence_group)
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
+        if any(name in OF_TOP for name in outputs):
+            logprob, ids, top_logprob = self.model(inputs, temperature=self.temperature, top_k=self.top_k)
+            return {"logprob": logprob, "top_ids": ids.int(), "top_logprob": top_logprob}
         if self.require_head() == "logprob":
             asked = {f"return_{name}": name in outputs for name in ("entropy", "sum_prob_squared")}
             return self.model(inputs, temperature=self.temperature, **asked)._asdict()
@@ -157,6 +173,12 @@ class FSDPEngine(EngineState):
         possible = OUTPUTS[self.require_head()]
         if unknown := [name for name in outputs if name not in possible]:
             raise ValueError(f"a {self.require_head()} head gives {', '.join(possible)}, not {', '.join(unknown)}")
+        if not any(name in OF_TOP for name in outputs):
+            return
+        if self.top_k is None:
+            raise ValueError("this engine was made without top_k: pass the number of ids that it is to give")
+        if unfit := [name for name in outputs if name not in ("logprob", *OF_TOP)]:
+            raise ValueError(f"top_ids and top_logprob go with logprob alone, not with {', '.join(unfit)}: infer twice")
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -352,6 +374,7 @@ class FSDPEngine(EngineState):
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
         names = LOSS_READS[self.require_head()]
         whole: dict[str, Any] = {}
+        ids = self._ids(micro_batch, inputs, loss)
         factor = scale * self.world.size  # FSDP averages gradients over ranks; the loss is a sum
         if self.require_head() != "logprob":
             outputs = (self.model(inputs),)
@@ -363,20 +386,30 @@ class FSDPEngine(EngineState):
             outputs = (result.logprob, result.entropy)
             total = factor * loss.per_token(dict(zip(names, outputs, strict=True)) | fields, **whole).sum()
         else:
+            names = names if ids is None else (*names, IDS_LOGPROB)
             loss_fn = positional(loss.per_token, (*names, *fields), factor)  # in it, so that backward scales nothing
-            total, *outputs = self.model(
-                inputs,
-                temperature=self.temperature,
-                return_entropy=True,
-                loss_fn=loss_fn,
-                per_token=(*fields.values(),),
-            )
+            total, *found = self.model(
+                inputs, temperature=self.temperature, return_entropy=True, loss_fn=loss_fn,
+                per_token=(*fields.values(),), ids=ids,
+            )  # fmt: skip
+            outputs = found[: len(names)]
         total.backward()
         results = [x.detach() for x in outputs]
         metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole)
         metrics["loss"] = total.detach() / self.world.size
-        done: dict[str, Tensor] = dict(zip(TRAINED[self.require_head()], results, strict=True))
+        done: dict[str, Tensor] = dict(zip(TRAINED[self.require_head()], results, strict=False))
         return metrics, MicroBatchOutputs(done, micro_batch, inputs.output_index_A)
+
+    def _ids(self, micro_batch: Batch, inputs: ModelInputs, loss: Loss) -> Tensor | None:
+        """(A, K) int64 ids whose log-probabilities the loss reads."""
+        if (name := ids_field(loss)) is None:
+            return None
+        if self.require_head() != "logprob" or loss.needs_sequences or couples(loss):
+            raise ValueError(
+                f"the loss reads log-probabilities of {name}, which a head of log-probabilities gives to a loss of "
+                "single tokens alone"
+            )
+        return active_fields(micro_batch, inputs, (name,), self.device)[name].long()
 
     def _step_optimizer(self, norm: Tensor, schedule_step: int) -> float:
         """Clips and steps, unless the norm is not finite; that is decided on the device. Returns the learning rate."""

@@ -11,11 +11,12 @@ from rlft_fast.data import Batch
 from rlft_fast.ops.packing import segment_expand, segment_sum
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights
 
-Output = Literal["logprob", "entropy", "sum_prob_squared", "value", "score"]
+Output = Literal["logprob", "entropy", "sum_prob_squared", "top_ids", "top_logprob", "value", "score"]
 
 # By head: what `infer` can return, what `train_step` computes, and how a loss calls the latter.
 OUTPUTS: dict[HeadKind, tuple[Output, ...]] = {
-    "logprob": ("logprob", "entropy", "sum_prob_squared"), "value": ("value",), "score": ("score",),
+    "logprob": ("logprob", "entropy", "sum_prob_squared", "top_ids", "top_logprob"), "value": ("value",),
+    "score": ("score",),
 }  # fmt: skip
 TRAINED: dict[HeadKind, tuple[Output, ...]] = {
     "logprob": ("logprob", "entropy"), "value": ("value",), "score": ("score",),
@@ -23,6 +24,10 @@ TRAINED: dict[HeadKind, tuple[Output, ...]] = {
 LOSS_READS: dict[HeadKind, tuple[str, ...]] = {
     "logprob": ("logprob_T", "entropy_T"), "value": ("new_value_T",), "score": ("score_T",),
 }  # fmt: skip
+
+# Outputs (T, K), which a pass gives with the log-probabilities alone.
+OF_TOP: tuple[Output, ...] = ("top_ids", "top_logprob")
+IDS_LOGPROB = "ids_logprob_TK"  # how a loss calls the log-probabilities of the ids of its `ids_field`
 
 
 def weighted(batch: Batch, loss: "Loss") -> tuple[Batch, float]:
@@ -56,6 +61,11 @@ def weighted(batch: Batch, loss: "Loss") -> tuple[Batch, float]:
     return batch.replace(loss_weight_T=weight_T), scale
 
 
+def ids_field(loss: "Loss") -> str | None:
+    """The field of the batch with further ids whose log-probabilities the loss reads, (T, K); None: it reads none."""
+    return getattr(loss, "ids_field", None)
+
+
 def couples(loss: "Loss") -> bool:
     """Whether the loss looks at several sequences at once."""
     return any(name == "sequence_T" or name.endswith("_B") for name in loss.fields)
@@ -69,6 +79,9 @@ class Loss(Protocol):
     `fields` names. `per_token` returns the weighted loss of each token, `metrics` 0-d tensors that are added over
     micro-batches and ranks; names that end in "_max" are reduced by max. Where `needs_sequences`, both are also given
     `sequence_mean`, from (T,) values to the detached mean over each token's sequence.
+
+    A loss may have a property `ids_field`: the name of a field of the batch with ids, (T, K). `per_token` and `metrics`
+    then also get ids_logprob_TK, the policy's log-probabilities of these ids.
 
     A loss may have a property `needs_advantage`. If it is True, tokens whose `Batch.advantage_T` is 0 add nothing to
     the loss and to its gradient, and do not run.

@@ -23,7 +23,7 @@ def role_engine(config: RunConfig, name: str, world: World, num_training_steps: 
         world.together(lambda: find_start(start), ValueError)
     engine = FSDPEngine(
         role.path, role.config, head=role.head, num_training_steps=num_training_steps if role.trains else None,
-        temperature=role.temperature, world=world,
+        temperature=role.temperature, top_k=role.top_k, world=world,
     ).initialize()  # fmt: skip
     if start is not None:
         load_start(engine, name, start)

@@ -56,6 +56,7 @@ class EngineState:
         head: HeadKind | None = "logprob",
         num_training_steps: int | None = None,
         temperature: float = 1.0,
+        top_k: int | None = None,
         world: World | None = None,
     ) -> None:
         self.path = path
@@ -64,6 +65,7 @@ class EngineState:
         self.head = head
         self.num_training_steps = num_training_steps
         self.temperature = temperature
+        self.top_k = top_k
         self.step = 0
         self.skipped_steps = 0
         self.units = ""

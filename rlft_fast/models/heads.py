@@ -29,10 +29,12 @@ from rlft_fast.models.vision import has_vision, prompts_with_images
 from rlft_fast.ops import (
     LinearLogprob,
     LinearLogprobLoss,
+    TopLogprob,
     linear_logprob,
     linear_logprob_loss,
     support_logprob,
     support_logprob_loss,
+    top_logprob,
 )
 from rlft_fast.ops.logprob import LossFunction
 from rlft_fast.plugins import parameter_names
@@ -104,9 +106,11 @@ class LogprobHead(nn.Module):
         return_mean_logits: bool = False,
         loss_fn: LossFunction | None = None,
         per_token: tuple[Tensor, ...] = (),
+        ids: Tensor | None = None,
+        top_k: int | None = None,
         support: Tensor | None = None,
         active_index: Tensor | None = None,
-    ) -> Tensor | LinearLogprob | LinearLogprobLoss:
+    ) -> Tensor | LinearLogprob | LinearLogprobLoss | TopLogprob:
         """Logits (without ``target``), log-probabilities, or the sum of a per-token loss (with ``loss_fn``).
 
         Args:
@@ -119,7 +123,10 @@ class LogprobHead(nn.Module):
             return_mean_logits: also return the mean of the logits over the vocabulary; not with ``loss_fn`` or
                 ``support``.
             loss_fn: as in :func:`rlft_fast.ops.linear_logprob_loss`.
-            per_token: (*) tensors for ``loss_fn``.
+            per_token: (*) or (*, K) tensors for ``loss_fn``.
+            ids: (*, K) further ids whose log-probabilities ``loss_fn`` reads, see
+                :func:`rlft_fast.ops.linear_logprob_loss`; not with ``support``.
+            top_k: return the most likely ids instead, see :func:`rlft_fast.ops.top_logprob`; with no other statistic.
             support: (*, K) ids as in :func:`rlft_fast.ops.support_logprob`. All statistics are over these ids instead
                 of the whole vocabulary.
             active_index: as in :func:`rlft_fast.ops.linear_logprob`, into the flattened ``target``.
@@ -138,19 +145,25 @@ class LogprobHead(nn.Module):
         hidden, adapter = self._adapted(hidden)
         if isinstance(temperature, Tensor) and temperature.numel() == 1:
             temperature = temperature.reshape(()).expand(target.shape)
-        _check_rows(hidden, target, temperature, per_token, support)
+        _check_rows(hidden, target, temperature, per_token, {"support": support, "ids": ids})
         of_vocabulary = {"return_top1": return_top1, "return_mean_logits": return_mean_logits}
         extras = {"return_sum_prob_squared": return_sum_prob_squared, **of_vocabulary}
         if loss_fn is not None:
             _check_goes_with("loss_fn, which reads log-probabilities and entropies alone", extras)
         if support is not None:
-            _check_goes_with("a support, because it is of the whole vocabulary", of_vocabulary)
+            of_ids = {"ids": ids is not None, "top_k": top_k is not None}
+            _check_goes_with("a support, because it is of the whole vocabulary", of_vocabulary | of_ids)
+        if top_k is not None:
+            asked = {"return_entropy": return_entropy, "loss_fn": loss_fn is not None, "ids": ids is not None}
+            _check_goes_with("top_k", asked | extras)
+        elif loss_fn is None and ids is not None:
+            raise ValueError("ids are read by loss_fn, which is not given: pass both, or leave ids out")
         hidden_TD, target_T = hidden.flatten(0, -2), target.flatten()
         options = self.options | {
             "bias_V": self.bias, "return_entropy": return_entropy,
             "temperature": temperature.flatten() if isinstance(temperature, Tensor) else temperature,
         }  # fmt: skip
-        per_token = tuple(x.flatten() for x in per_token)
+        per_token = tuple(x.flatten(0, target.dim() - 1) for x in per_token)
         weight = self.weight
         if weight.requires_grad and adapter is not None:  # the ops train an adapter beside a frozen weight alone
             weight, adapter = torch.cat([weight, adapter], dim=-1), None
@@ -164,12 +177,19 @@ class LogprobHead(nn.Module):
                 result = support_logprob_loss(*arguments, loss_fn, *per_token, **options)
         else:
             options["active_index"] = active_index
-            if loss_fn is None:
+            if top_k is not None:
+                result = top_logprob(*arguments, top_k, **_without_entropy(options))
+            elif loss_fn is None:
                 result = linear_logprob(*arguments, **options, **extras)
             else:
+                options["ids_TK"] = None if ids is None else ids.flatten(0, -2)
                 result = linear_logprob_loss(*arguments, loss_fn, *per_token, **options)
         statistics = {name: x for name, x in result._asdict().items() if x is not None and name != "loss"}
-        return result._replace(**{name: _reshaped(x, target) for name, x in statistics.items()})
+        return result._replace(**{name: _reshaped(x, *target.shape, *x.shape[1:]) for name, x in statistics.items()})
+
+
+def _without_entropy(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "return_entropy"}
 
 
 def _check_goes_with(what: str, asked: dict[str, bool]) -> None:
@@ -178,8 +198,9 @@ def _check_goes_with(what: str, asked: dict[str, bool]) -> None:
 
 
 def _check_rows(
-    hidden: Tensor, target: Tensor, temperature: float | Tensor, per_token: tuple[Tensor, ...], support: Tensor | None
-) -> None:
+    hidden: Tensor, target: Tensor, temperature: float | Tensor, per_token: tuple[Tensor, ...],
+    of_ids: dict[str, Tensor | None],
+) -> None:  # fmt: skip
     """Requires shapes that agree token by token, since flattening would hide a difference."""
     if hidden.dim() < 2:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}, expected (*, D): unsqueeze a single hidden state")
@@ -188,19 +209,19 @@ def _check_rows(
     tensors = {"target": target} | {f"per_token[{i}]": values for i, values in enumerate(per_token)}
     if isinstance(temperature, Tensor):
         tensors["temperature"] = temperature
-    if support is not None:
-        tensors["support"] = support
+    tensors |= {name: ids for name, ids in of_ids.items() if ids is not None}
     rows = tuple(hidden.shape[:-1])
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        if (shape[:-1] if name == "support" else shape) != rows:
-            expected = f"{(*rows, 'K')} to hold ids" if name == "support" else f"{rows} to hold one value"
+        may_be_wide = name.startswith("per_token") and len(shape) > len(rows)
+        if (shape[:-1] if name in of_ids or may_be_wide else shape) != rows:
+            expected = f"{(*rows, 'K')} to hold ids" if name in of_ids else f"{rows} to hold one value"
             raise ValueError(f"{name} has shape {shape}, expected {expected} for each hidden state")
 
 
-def _reshaped(values: Tensor, like: Tensor) -> Tensor:
+def _reshaped(values: Tensor, *shape: int) -> Tensor:
     """A copy in another shape. On a view, an in-place operation would make FSDP2 lose its backward hook."""
-    return values if values.shape == like.shape else values.view(like.shape).clone()
+    return values if values.shape == shape else values.view(shape).clone()
 
 
 class _HeadedModel(nn.Module):
@@ -300,7 +321,7 @@ class PolicyModel(_HeadedModel):
         """Whether `prefill_rows` and `next_logits` give the model's logits. Otherwise `generate` does."""
         return not self.padded_because and takes_row_cache(self.model)
 
-    def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
+    def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss | TopLogprob:
         """Log-probabilities of the A active positions, or their loss. Keywords as in :meth:`LogprobHead.forward`."""
         hidden_UD = final_hidden(self.backbone, inputs)
         # All A rows are active. Passing this index spares the op a search for them.
@@ -509,7 +530,7 @@ class ValueModel(_HeadedModel):
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 values."""
         hidden_UD = final_hidden(self.backbone, inputs)
-        return _reshaped(self.head(hidden_UD.index_select(0, inputs.active_index_A)).float(), inputs.target_A)
+        return _reshaped(self.head(hidden_UD.index_select(0, inputs.active_index_A)).float(), *inputs.target_A.shape)
 
 
 class RewardModel(_HeadedModel):
@@ -532,7 +553,7 @@ class RewardModel(_HeadedModel):
         """(A,) float32 rewards at the active positions."""
         hidden_UD = final_hidden(self.backbone, inputs)
         score = cast(nn.Linear, self.model.score)
-        return _reshaped(score(hidden_UD.index_select(0, inputs.active_index_A)).float(), inputs.target_A)
+        return _reshaped(score(hidden_UD.index_select(0, inputs.active_index_A)).float(), *inputs.target_A.shape)
 
 
 RLModel = PolicyModel | ValueModel | RewardModel

@@ -279,7 +279,7 @@ def _ask(heads: list[_PatchedHead], name: str, forward: Callable[[], Any], **ask
         raise ValueError(f"{name} called its head {len(answers)} times, expected once: it cannot be patched")
     if getattr(outputs, "aux_loss", None) is not None:
         raise ValueError(f"the auxiliary loss of {name}'s router would be lost: pass output_router_logits=False")
-    return LogprobOutput(**answers[0]._asdict())
+    return LogprobOutput(**{key: x for key, x in answers[0]._asdict().items() if x is not None})
 
 
 def _count_unasked(head: nn.Module | None, name: str) -> None:

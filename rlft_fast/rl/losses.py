@@ -13,6 +13,7 @@ from rlft_fast.foreign import ForeignCode
 from rlft_fast.plugins import find_function, function_name, parameter_names
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import Aggregation, check_aggregation
+from rlft_fast.rl.distillation import top_k_divergence
 from rlft_fast.rl.kl import KLEstimator, check_kl_estimator, kl_estimate, policy_ratio
 from rlft_fast.rl.methods import needs_of
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
@@ -32,7 +33,7 @@ class PolicyLoss:
 
     The loss of a token is
 
-        l = loss(log π, …) - entropy_coef·H + kl_coef·KL(π ‖ π_ref)
+        l = loss(log π, …) - entropy_coef·H + kl_coef·KL(π ‖ π_ref) + teacher_coef·KL(π_teacher ‖ π)
 
     times its weight from `loss_weights`; see `rlft_fast.rl.policy_losses` for the losses and what a function of your
     own looks like. Log-ratios are clamped at ±20 before exp. Tokens of weight 0 contribute exactly 0 to the loss and to
@@ -46,6 +47,8 @@ class PolicyLoss:
         entropy_coef: Weight of the entropy bonus.
         kl_coef: Weight of the penalty on the divergence from the reference policy.
         kl_estimator: see `kl_estimate`; k1 has no useful gradient here.
+        teacher_coef: Weight of `top_k_divergence` from a teacher.
+        teacher_tail: Whether the divergence has the term of the ids that the teacher does not name.
         aggregation: Mode for `loss_weights`, read where `loss_weight_T` is filled in, and for `loss_scale`.
         max_response_tokens: the constant of aggregation "constant".
         on_policy: The policy has made no step since the rollout, so log π_old is its own log-probability, detached, and
@@ -65,6 +68,8 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
+    teacher_coef: float = 0.0
+    teacher_tail: bool = True
     aggregation: Aggregation = "token-mean"
     max_response_tokens: int | None = None
     on_policy: bool = False
@@ -73,7 +78,7 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         if self.clip_low is not None and not 0.0 <= self.clip_low <= 1.0:
             raise ValueError(f"clip_low is {self.clip_low}, expected a number in [0, 1]: ratios lie above 1 - clip_low")
-        for name in ("clip_high", "entropy_coef", "kl_coef"):
+        for name in ("clip_high", "entropy_coef", "kl_coef", "teacher_coef"):
             value = getattr(self, name)
             if value is not None and not value >= 0.0:
                 raise ValueError(f"{name} is {value}, expected a number >= 0")
@@ -88,13 +93,19 @@ class PolicyLoss:
         """Names of the `Batch` fields that `per_token` and `metrics` take after the model's outputs, in order."""
         old = () if self.on_policy else ("old_logprob_T",)
         fields = (*old, *_FIELDS, *(("ref_logprob_T",) if self.kl_coef else ()))
+        fields += ("teacher_logprob_T", "teacher_logprob_TK") if self.teacher_coef else ()
         known = (*fields, "logprob_T", "entropy_T", "old_logprob_T")
         return (*fields, *(name for name in self._tensors if name not in known))
 
     @property
+    def ids_field(self) -> str | None:
+        """The field with the ids whose log-probabilities `per_token` and `metrics` read as ids_logprob_TK."""
+        return "teacher_ids_TK" if self.teacher_coef else None
+
+    @property
     def needs_advantage(self) -> bool:
         """Whether tokens without an advantage add nothing, neither to the loss nor to the gradient, and do not run."""
-        reads_all = self.entropy_coef or self.kl_coef or self.every_token
+        reads_all = self.entropy_coef or self.kl_coef or self.teacher_coef or self.every_token
         return needs_of(self._function).advantage and not reads_all
 
     @property
@@ -124,6 +135,8 @@ class PolicyLoss:
             loss_T = loss_T - self.entropy_coef * tensors["entropy_T"]
         if self.kl_coef:
             loss_T = loss_T + self.kl_coef * self._ref_kl(tensors)
+        if self.teacher_coef:
+            loss_T = loss_T + self.teacher_coef * self._divergence(tensors)
         return tensors["loss_weight_T"] * loss_T
 
     @torch.no_grad()
@@ -133,7 +146,8 @@ class PolicyLoss:
         Keys: policy_loss (without entropy and KL terms); clip_share, the share of tokens with an advantage and without
         a gradient (for a loss that declares its clipped tokens, `needs`, the share of these tokens), and its parts
         clip_share_low (A < 0) and clip_share_high (A > 0); approx_kl, the k3 estimate of KL(π_old ‖ π); entropy when
-        given; ref_kl when `kl_coef` is not 0. Keys that end in "_max" (ratio_max; 0 without active tokens) are reduced
+        given; ref_kl when `kl_coef` is not 0; of a teacher teacher_divergence, and teacher_kl, the k1 estimate of
+        KL(π ‖ π_teacher). Keys that end in "_max" (ratio_max; 0 without active tokens) are reduced
         by max instead.
 
         Args:
@@ -165,6 +179,9 @@ class PolicyLoss:
             per_token["entropy"] = tensors["entropy_T"]
         if self.kl_coef:
             per_token["ref_kl"] = self._ref_kl(tensors)
+        if self.teacher_coef:
+            per_token["teacher_divergence"] = self._divergence(tensors)
+            per_token["teacher_kl"] = tensors["logprob_T"] - tensors["teacher_logprob_T"]
         weight_T = tensors["loss_weight_T"]
         sums = {name: (weight_T * value_T).sum() for name, value_T in per_token.items()}
         ratio_T = torch.where(weight_T != 0, policy_ratio(tensors["logprob_T"], old_logprob_T), 0.0)
@@ -194,6 +211,7 @@ class PolicyLoss:
         """The tensors that the loss reads, zeroed where the weight is 0."""
         reads_entropy = "entropy_T" in fields or self.entropy_coef or "entropy_T" in self._tensors
         names = ("logprob_T", *(("entropy_T",) if reads_entropy else ()), *self.fields)
+        names += ("ids_logprob_TK",) if self.teacher_coef else ()
         tensors = _active(fields, names)
         return tensors | ({"old_logprob_T": tensors["logprob_T"].detach()} if self.on_policy else {})
 
@@ -223,6 +241,9 @@ class PolicyLoss:
 
     def _ref_kl(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return kl_estimate(tensors["logprob_T"], tensors["ref_logprob_T"], self.kl_estimator, tensors["old_logprob_T"])
+
+    def _divergence(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return top_k_divergence(tensors["ids_logprob_TK"], tensors["teacher_logprob_TK"], add_tail=self.teacher_tail)
 
     def _try_out(self) -> None:
         """Runs the loss on one token, so that a mistake in it shows before the first rollout."""
@@ -357,6 +378,8 @@ def _active(fields: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, T
         raise ValueError(f"the loss reads {missing[0]}, which is not among its fields: {', '.join(fields) or 'none'}")
     weight_T = fields["loss_weight_T"]
     tensors = {name: fields[name] for name in names if name != "loss_weight_T"}
-    check_shapes(weight_T, **tensors)
+    check_shapes(weight_T, **{name: x[..., 0] if name.endswith("_TK") else x for name, x in tensors.items()})
     active_T = weight_T != 0
-    return {name: torch.where(active_T, x_T, 0.0) for name, x_T in tensors.items()} | {"loss_weight_T": weight_T}
+    is_active = {name: active_T.unsqueeze(-1) if name.endswith("_TK") else active_T for name in tensors}
+    zeroed = {name: torch.where(is_active[name], x, 0.0) for name, x in tensors.items()}
+    return zeroed | {"loss_weight_T": weight_T}

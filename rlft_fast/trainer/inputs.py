@@ -23,6 +23,7 @@ from rlft_fast.models import (
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rollout import with_ties
 from rlft_fast.run import dotted, naming_start
+from rlft_fast.trainer.distillation import check_teacher
 from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.judge import Judge, load_functions
 from rlft_fast.trainer.objective import Objective
@@ -77,7 +78,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
         prompts = checks.run(lambda: load_training(config, tokenizer, reader))
         held_out = checks.run(lambda: load_held_out(config, tokenizer, reader))
         checks.run(lambda: _check_same_tokens(config, tokenizer))
-        checks.run(lambda: _check_teacher(config, tokenizer))
+        checks.run(lambda: check_teacher(config.teacher, tokenizer))
     else:
         checks.run(lambda: load_functions(config))
         for path in (None, *([] if config.evaluation is None else config.evaluation.sets.values())):
@@ -147,7 +148,7 @@ def make_objective(config: Config) -> Objective:
     with naming_start(Path(config.output_dir)):
         return Objective(
             config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None,
-            teacher_weight=0.0 if config.teacher is None else config.teacher.weight,
+            teacher=config.teacher,
             logs_tokens=config.log_tokens_mib is not None,
         )  # fmt: skip
 
@@ -205,15 +206,6 @@ def check_tokens(key: str, num_embeddings: int, *given: Prompts) -> None:
         raise ValueError(
             f"{key} has embeddings of {num_embeddings} tokens, but the prompts have the token {highest}: the tokenizer "
             "in the policy's folder is of another model, or knows tokens that were added without new embeddings"
-        )
-
-
-def check_embeddings(policy: int, teacher: int) -> None:
-    """Raises ValueError for a teacher with fewer embeddings than the policy, which may sample any of its tokens."""
-    if teacher < policy:
-        raise ValueError(
-            f"teacher.model has embeddings of {teacher} tokens, but the policy may sample {policy} tokens: take a "
-            "teacher with at least as many"
         )
 
 
@@ -287,19 +279,6 @@ def _check_same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> No
         raise ValueError(
             f"critic.model is {path}, whose tokenizer has other numbers for {len(others)} of the policy's tokens (such "
             f"as {others[0]!r}): take a model of the policy's family"
-        )
-
-
-def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for a teacher in whose tokenizer a token of the policy has another id, or none."""
-    if config.teacher is None:
-        return
-    own, where = load_tokenizer(config.teacher.model).get_vocab(), f"teacher.model is {config.teacher.model}, whose"
-    others = [token for token, number in tokenizer.get_vocab().items() if own.get(token) != number]
-    if others:
-        raise ValueError(
-            f"{where} tokenizer has other ids, or none, for {len(others)} of the policy's {len(tokenizer)} tokens "
-            f"(such as {others[0]!r}): it would read them as other texts, so take a model with the policy's tokenizer"
         )
 
 

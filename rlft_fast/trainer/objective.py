@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft_fast.config import AlgorithmConfig
+from rlft_fast.config import AlgorithmConfig, TeacherConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import Output
 from rlft_fast.ops.packing import segment_sum
@@ -41,7 +41,7 @@ class Objective:
         config: names and coefficients.
         max_new_tokens: most tokens of a completion.
         has_critic: whether batches have values.
-        teacher_weight: of the term of the teacher in the advantage; 0: there is no teacher.
+        teacher: whose distributions the policy learns; None: there is none.
         logs_tokens: whether log π_old of every token is logged.
 
     Attributes:
@@ -53,11 +53,11 @@ class Objective:
     """
 
     def __init__(
-        self, config: AlgorithmConfig, max_new_tokens: int, *, has_critic: bool = False, teacher_weight: float = 0.0,
-        logs_tokens: bool = False,
+        self, config: AlgorithmConfig, max_new_tokens: int, *, has_critic: bool = False,
+        teacher: TeacherConfig | None = None, logs_tokens: bool = False,
     ) -> None:  # fmt: skip
         self.config = config
-        self._teacher_weight = teacher_weight
+        self._teacher = teacher
         self._logs_tokens = logs_tokens
         self.advantage = find_function("advantage", ADVANTAGES, config.advantage)
         if self._corrects:
@@ -70,8 +70,13 @@ class Objective:
             loss=policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
             entropy_coef=config.entropy_coef, kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
             kl_estimator=config.kl_estimator, aggregation=config.aggregation, max_response_tokens=max_new_tokens,
-            every_token=config.entropy_target is not None,
+            every_token=config.entropy_target is not None, **self._of_teacher,
         )  # fmt: skip
+        if self._loss.ids_field is not None and self._loss.needs_sequences:
+            raise ValueError(
+                f"teacher.loss: topk reads single tokens, but policy loss {config.policy_loss} reads whole sequences: "
+                "take another loss, or teacher.loss: sampled"
+            )
         self._kl: AdaptiveKL | None = None
         if config.kl_target is not None:
             self._kl = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
@@ -99,7 +104,7 @@ class Objective:
             config.rollout_correction != "none"
             or config.mask_truncated  # the metrics are of all samples, the update is not
             or (config.kl_coef != 0 and (config.kl_in == "reward" or config.kl_target is not None))
-            or self._teacher_weight != 0
+            or self._adds_to_advantages
             or "old_logprob_T" in self._reads
         )
         is_cut = config.mini_batches > 1
@@ -133,6 +138,18 @@ class Objective:
             "sum_prob_squared": "sum_prob_squared_T" in self._reads,
         }
         return tuple(name for name, wanted in asked.items() if wanted)
+
+    @property
+    def _adds_to_advantages(self) -> bool:
+        """Whether a teacher scores sampled tokens."""
+        return self._teacher is not None and self._teacher.loss == "sampled"
+
+    @property
+    def _of_teacher(self) -> dict[str, Any]:
+        """The options of the policy loss by which a teacher teaches."""
+        if self._teacher is None or self._adds_to_advantages:
+            return {}
+        return {"teacher_coef": self._teacher.weight, "teacher_tail": self._teacher.add_tail}
 
     @property
     def _corrects(self) -> bool:
@@ -169,8 +186,10 @@ class Objective:
             missing |= dict.fromkeys(("value_T", "return_T"), "it needs a critic section")
         if not self.config.kl_coef:
             missing["ref_logprob_T"] = "it needs algorithm.kl_coef"
-        if not self._teacher_weight:
+        if self._teacher is None:
             missing["teacher_logprob_T"] = "it needs a teacher section"
+        if "teacher_coef" not in self._of_teacher:
+            missing |= dict.fromkeys(("teacher_ids_TK", "teacher_logprob_TK"), "it needs teacher.loss: topk")
         return missing
 
     # ---- what it makes ------------------------------------------------------------------------------------------
@@ -222,13 +241,13 @@ class Objective:
 
     def _with_teacher(self, batch: Batch) -> Batch:
         """The advantages with the term of the teacher. Returns, which a critic learns, are of rewards alone."""
-        if not self._teacher_weight:
+        if self._teacher is None or not self._adds_to_advantages:
             return batch
         assert batch.advantage_T is not None
         assert batch.old_logprob_T is not None
         assert batch.teacher_logprob_T is not None
         term_T = distillation_advantage(batch.old_logprob_T, batch.teacher_logprob_T, batch.loss_mask_T)
-        return batch.replace(advantage_T=batch.advantage_T + self._teacher_weight * term_T)
+        return batch.replace(advantage_T=batch.advantage_T + self._teacher.weight * term_T)
 
     def _weights(self, batch: Batch) -> Tensor:
         """(T,) factor on the policy loss of each token."""

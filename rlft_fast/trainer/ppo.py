@@ -26,6 +26,7 @@ from rlft_fast.rollout import Rollout
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted, token_columns
 from rlft_fast.trainer.collector import Collected, Collector
 from rlft_fast.trainer.curriculum import Curriculum
+from rlft_fast.trainer.distillation import asked_of_teacher, check_embeddings, with_teacher
 from rlft_fast.trainer.evaluation import check_finite, evaluate_sets
 from rlft_fast.trainer.experience import (
     Experience,
@@ -37,7 +38,6 @@ from rlft_fast.trainer.experience import (
     staleness_metrics,
 )
 from rlft_fast.trainer.inputs import (
-    check_embeddings,
     check_support,
     check_tokens,
     identity_of,
@@ -89,7 +89,8 @@ class PPOTrainer:
                 check_tokens("critic.model", self.critic.facts.num_embeddings, self.prompts)
                 check_finite("critic.model", self.critic)
             if (teacher := self.models.engines.get("teacher")) is not None:
-                check_embeddings(self.actor.facts.num_embeddings, teacher.facts.num_embeddings)
+                assert config.teacher is not None
+                check_embeddings(self.actor.facts.num_embeddings, teacher.facts.num_embeddings, config.teacher)
                 check_finite("teacher.model", teacher)
             stack.pop_all()
 
@@ -216,12 +217,12 @@ class PPOTrainer:
         asked = None
         if (teacher := self.models.engines.get("teacher")) is not None:
             with self.phases.timed("teacher"):
-                asked = teacher.submit_infer(batch, ("logprob",))
+                asked = teacher.submit_infer(batch, asked_of_teacher(self.config.teacher))
         with self.phases.timed("logprobs"):
             batch = self.learner.infer(batch)
         if asked is not None:
             with self.phases.timed("teacher"):
-                batch = batch.replace(teacher_logprob_T=asked.result()["logprob"])
+                batch = with_teacher(batch, asked.result(), self.actor.facts.num_embeddings)
         return batch
 
     def learn(self, experience: Experience) -> StepResult:

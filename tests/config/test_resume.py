@@ -76,6 +76,7 @@ def another(value: Any, field: Any) -> Any:
         "full",
         "filter",
         "torch.optim.SGD",
+        "topk",
     ]
     mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}
     for other in (0.25, 1, 2, True, False, *words, *mappings, ("x",), ("wandb",), (0.5, 0.5)):

@@ -13,6 +13,7 @@ from rlft_fast.config import ConfigError
 from rlft_fast.data import Batch
 from rlft_fast.rl import grpo_advantage
 from rlft_fast.trainer import PPOTrainer, train
+from rlft_fast.trainer.inputs import make_objective
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import comparable, read_lines, toy_config
@@ -79,6 +80,49 @@ def test_a_token_is_taught_by_the_teachers_log_ratio(model, teacher, tmp_path, a
     assert metrics["teacher_kl"] == pytest.approx(kl, rel=1e-5)
 
 
+def plain_divergence(policy, batch: Batch, likely: list[torch.Tensor], add_tail: bool) -> torch.Tensor:
+    """0-d mean over the sampled tokens, by transformers in float64 from all logits."""
+    losses = []
+    for (start, end), ids_LK, log_q in zip(pairwise(batch.cu_seqlens.tolist()), *likely, strict=True):
+        log_p = policy(input_ids=batch.input_ids_T[None, start:end]).logits[0].log_softmax(-1).gather(1, ids_LK)
+        loss_L = (log_q.exp() * (log_q - log_p)).sum(-1)
+        if add_tail:
+            rest_q, rest_p = (1 - x.exp().sum(-1) for x in (log_q, log_p))
+            loss_L = loss_L + rest_q * (rest_q / rest_p).log()
+        losses.append(loss_L[batch.loss_mask_T[start:end]])
+    return torch.cat(losses).mean()
+
+
+@pytest.mark.parametrize("add_tail", [True, False])
+def test_a_token_is_taught_by_the_teachers_likely_ids(model, teacher, tmp_path, add_tail):
+    """Loss and gradient of a step, by plain transformers in float64; a teacher pads its embeddings."""
+    config = config_of(
+        model, tmp_path, teacher, teacher__loss="topk", teacher__top_k=5, teacher__weight=0.5,
+        teacher__add_tail=add_tail, actor__optimizer__max_grad_norm=None, **ALONE,
+    )  # fmt: skip
+    with contextlib.closing(PPOTrainer(config)) as trainer:
+        trainer.start(0)
+        experience = trainer.collect(0)
+        metrics = trainer.learn(experience).metrics
+    batch, likely = experience.batch, ([], [])
+    plain = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        with torch.no_grad():
+            found = plain(input_ids=batch.input_ids_T[None, start:end]).logits[0].log_softmax(-1).topk(5)
+        is_sampled = batch.loss_mask_T[start:end]
+        assert torch.equal(batch.teacher_ids_TK[start:end][is_sampled].long(), found.indices[is_sampled])
+        likely[0].append(found.indices), likely[1].append(found.values)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    divergence = plain_divergence(policy, batch, likely, add_tail)
+    (0.5 * divergence).backward()
+    norm = torch.nn.utils.get_total_norm([x.grad for x in policy.parameters() if x.grad is not None])
+    assert metrics["teacher_divergence"] == pytest.approx(divergence.item(), rel=1e-4)
+    assert metrics["loss"] == pytest.approx(0.5 * divergence.item(), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    ratio_T = plain_logprob(teacher, batch, 1.0) - plain_logprob(model, batch, 1.0)
+    assert metrics["teacher_kl"] == pytest.approx(-ratio_T[batch.loss_mask_T].mean().item(), rel=1e-4)
+
+
 def test_a_taught_policy_learns_what_its_teacher_has_learned(model, tmp_path):
     """From the teacher alone: the rewards are measured, and one sample of a prompt is enough."""
     train(toy_config(model, tmp_path / "teacher", steps=16, rollout__samples_per_prompt=8))
@@ -114,7 +158,8 @@ def train_here(rank: int, config) -> None:
 @pytest.mark.dist
 def test_one_process_and_two_distil_the_same(model, teacher, tmp_path):
     for size in (1, 2):
-        run_distributed(train_here, size, config_of(model, tmp_path / str(size), teacher, steps=2, **ALONE))
+        likely = {"teacher__loss": "topk", "teacher__top_k": 4}
+        run_distributed(train_here, size, config_of(model, tmp_path / str(size), teacher, steps=2, **likely))
     one, two = (tmp_path / size / "run" for size in ("1", "2"))
     assert read_lines(one / "samples.jsonl") == read_lines(two / "samples.jsonl")
     for alone, shared in zip(comparable(one), comparable(two), strict=True):
@@ -131,6 +176,10 @@ def test_one_process_and_two_distil_the_same(model, teacher, tmp_path):
         ({"teacher": {"weight": 1.0}}, r"teacher\.model"),
         ({"teacher": {"model": "t", "max_tokens": 13}}, r"teacher\.max_tokens is 13, but a sequence may have 14"),
         ({"teacher": {"model": "t"}, "reward": {}}, "reward.function is needed"),
+        (
+            {"teacher": {"model": "t", "loss": "topk"}, "rollout__top_k": 4},
+            "over the whole vocabulary, but rollout.top_k samples among a part of it",
+        ),
         ({"cluster": {"teacher": {}}}, r"cluster\.teacher is given, but the run has no teacher of its own"),
     ],
 )
@@ -165,6 +214,17 @@ def test_a_teacher_that_lacks_embeddings(model, tmp_path):
     folder = save_tiny_model("llama", tmp_path / "teacher", vocab_size=60, pad_token_id=0)
     with pytest.raises(ValueError, match=r"teacher\.model has embeddings of 60 tokens, but the policy may sample"):
         PPOTrainer(config_of(model, tmp_path, folder))
+
+
+def test_more_ids_than_the_teacher_has_tokens(model, teacher, tmp_path):
+    with pytest.raises(ValueError, match=r"teacher\.top_k is 60000, but the teacher has \d+ tokens: lower it"):
+        PPOTrainer(config_of(model, tmp_path, teacher, teacher__loss="topk", teacher__top_k=60_000))
+
+
+def test_likely_ids_and_a_loss_of_whole_sequences(model, teacher, tmp_path):
+    config = config_of(model, tmp_path, teacher, teacher__loss="topk", algorithm__policy_loss="gspo")
+    with pytest.raises(ValueError, match="topk reads single tokens, but policy loss gspo reads whole sequences"):
+        make_objective(config)
 
 
 def test_a_missing_teacher(model, tmp_path):

@@ -1,0 +1,60 @@
+"""What a teacher says of a batch, and which teachers a model can learn from."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.config import TopKTeacherConfig
+from rlft_fast.data import Batch
+from rlft_fast.engine import Output
+from rlft_fast.models import load_tokenizer
+
+
+def asked_of_teacher(config: TopKTeacherConfig | None) -> tuple[Output, ...]:
+    """The outputs to infer of a teacher."""
+    return ("logprob",) if config is None or config.num_ids is None else ("logprob", "top_ids", "top_logprob")
+
+
+def with_teacher(batch: Batch, outputs: Mapping[Output, Tensor], num_embeddings: int) -> Batch:
+    """The batch with what its teacher says.
+
+    Args:
+        batch: that the outputs are of.
+        outputs: of the teacher, see `asked_of_teacher`.
+        num_embeddings: of the model that learns. Ids beyond them, of rows that pad a teacher's embeddings, are no ids.
+    """
+    batch = batch.replace(teacher_logprob_T=outputs["logprob"])
+    if "top_ids" not in outputs:
+        return batch
+    ids_TK, logprob_TK = outputs["top_ids"], outputs["top_logprob"]
+    is_known = ids_TK < num_embeddings
+    return batch.replace(
+        teacher_ids_TK=ids_TK.where(is_known, 0), teacher_logprob_TK=logprob_TK.where(is_known, -torch.inf)
+    )
+
+
+def check_teacher(config: TopKTeacherConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a teacher in whose tokenizer a token of the model that learns has another id, or none."""
+    if config is None:
+        return
+    own = load_tokenizer(config.model).get_vocab()
+    others = [token for token, number in tokenizer.get_vocab().items() if own.get(token) != number]
+    if others:
+        raise ValueError(
+            f"teacher.model is {config.model}, whose tokenizer has other ids, or none, for {len(others)} of the "
+            f"policy's {len(tokenizer)} tokens (such as {others[0]!r}): it would read them as other texts, so take a "
+            "model with the policy's tokenizer"
+        )
+
+
+def check_embeddings(policy: int, teacher: int, config: TopKTeacherConfig) -> None:
+    """Raises ValueError for a teacher with fewer embeddings than the policy, which may sample any of its tokens."""
+    if teacher < policy:
+        raise ValueError(
+            f"teacher.model has embeddings of {teacher} tokens, but the policy may sample {policy} tokens: take a "
+            "teacher with at least as many"
+        )
+    if config.num_ids is not None and config.num_ids > teacher:
+        raise ValueError(f"teacher.top_k is {config.num_ids}, but the teacher has {teacher} tokens: lower it")
