@@ -107,8 +107,9 @@ class Split(NamedTuple):
 
 
 def split_batch(
-    batch: Batch, others: tuple[Any, ...], max_tokens: int, size: int, group: int, trains: bool, padded: bool = False
-) -> Split:
+    batch: Batch, others: tuple[Any, ...], max_tokens: int, size: int, group: int, trains: bool, padded: bool = False,
+    micro_batch_size: int | None = None,
+) -> Split:  # fmt: skip
     """A batch and further arguments as the workers get them.
 
     Columns of the results have one entry for each token or each sequence of a share; they become columns of the
@@ -122,12 +123,14 @@ def split_batch(
         group: number of neighbouring workers that share their sequences (sequence parallelism).
         trains: see `register`.
         padded: whether the engine runs padded.
+        micro_batch_size: cap on the sequences of a micro-batch, too.
     """
     scale = 1.0
     if trains:
         batch, scale = weighted(batch, others[0])
     # Inference runs tokens of weight 0, too.
-    plan = plan_batch(batch if trains else batch.unweighted(), max_tokens, size // group, padded=padded)
+    run = batch if trains else batch.unweighted()
+    plan = plan_batch(run, max_tokens, size // group, micro_batch_size=micro_batch_size, padded=padded)
     shares = (share for share in cut_shares(batch, plan, scale) for _ in range(group))
 
     def join(results: list[Any]) -> Any:

@@ -178,7 +178,8 @@ class WorkerGroup:
         config = self._engine_configs[engine]
         padded = engine in self._padded
         return split_batch(
-            batch, (*others,), config.max_tokens, self.size, config.sequence_parallel, how.trains, padded
+            batch, (*others,), config.max_tokens, self.size, config.sequence_parallel, how.trains, padded,
+            config.micro_batch_size,
         )  # fmt: skip
 
     @cached_property

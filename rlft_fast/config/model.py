@@ -104,6 +104,8 @@ class ModelConfig(Section):
 
     max_tokens: MayChange[PositiveInt] = 16384
     """Most tokens of a micro-batch. The longest sequence must fit."""
+    micro_batch_size: MayChange[PositiveInt | None] = None
+    """Most sequences of a micro-batch, beside max_tokens: the tighter cap counts. null: max_tokens alone."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the forward and backward pass and of gathered weights; auto: bfloat16 on a GPU, and where a CPU has AMX.
 

@@ -52,8 +52,9 @@ _NAMES = {
     "algorithm.rollout_correction": "vllm_importance_sampling_correction vllm_importance_sampling_mode",
     "algorithm.correction_low": "vllm_importance_sampling_clip_min",
     "algorithm.correction_high": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap tis_imp_ratio_cap",
-    "actor.max_tokens": "ppo_max_token_len_per_gpu train_max_tokens_per_gpu ppo_micro_batch_size_per_gpu "
-    "ppo_micro_batch_size micro_train_batch_size use_dynamic_bsz use_dynamic_batch packing_samples",
+    "actor.max_tokens": "ppo_max_token_len_per_gpu train_max_tokens_per_gpu use_dynamic_bsz use_dynamic_batch "
+    "packing_samples",
+    "actor.micro_batch_size": "ppo_micro_batch_size_per_gpu ppo_micro_batch_size micro_train_batch_size",
     "actor.compute_dtype": "bf16 dtype",
     "actor.param_dtype": "model_dtype",
     "actor.shard_size": "fsdp_size zero_stage",

@@ -109,7 +109,9 @@ def share_prompts(batch: Batch) -> PackedLayout:
     )
 
 
-def plan_batch(batch: Batch, max_tokens: int, world_size: int = 1, *, padded: bool = False) -> MicroBatchPlan:
+def plan_batch(
+    batch: Batch, max_tokens: int, world_size: int = 1, *, micro_batch_size: int | None = None, padded: bool = False
+) -> MicroBatchPlan:
     """Plans a batch by the rows that run, keeping sequences with equal prompts together, and units whole.
 
     Sequences that will be padded are planned by their lengths instead, so that neighbours have similar lengths.
@@ -118,19 +120,23 @@ def plan_batch(batch: Batch, max_tokens: int, world_size: int = 1, *, padded: bo
         batch: on the CPU.
         max_tokens: cap on the rows that run in a micro-batch.
         world_size: number of ranks.
+        micro_batch_size: cap on the sequences of a micro-batch, too; None: no other cap.
         padded: whether each micro-batch runs padded, see `pad_sequences`.
 
     Returns:
         A plan of the batch's sequences, see `plan_micro_batches`.
 
     Raises:
-        ValueError: a sequence or a unit is longer than `max_tokens`.
+        ValueError: a sequence or a unit is longer than `max_tokens`, or a unit has more sequences than the cap.
     """
     check_lengths(batch.lengths, max_tokens)
     prompt_B, used_B = _prompt_and_used_lengths(batch)
+    most = batch.num_sequences if micro_batch_size is None else micro_batch_size
+    if batch.unit_B is not None:
+        _check_number(_numbers(batch.unit_B.tolist()), most)
     if padded:
         unit_B = np.arange(batch.num_sequences) if batch.unit_B is None else _numbers(batch.unit_B.tolist())
-        return plan_padded(used_B, unit_B, max_tokens, world_size)
+        return plan_padded(used_B, unit_B, max_tokens, world_size, most)
     number_B = _prompt_numbers(batch, prompt_B)
     if batch.unit_B is not None:
         unit_B = _numbers(batch.unit_B.tolist())
@@ -138,10 +144,14 @@ def plan_batch(batch: Batch, max_tokens: int, world_size: int = 1, *, padded: bo
         _check_units(unit_B, num_rows, max_tokens)
     else:
         share = int(_num_rows(number_B, number_B, prompt_B, used_B).sum()) // (_UNITS_PER_RANK * world_size)
-        unit_B = _cut(number_B, prompt_B, used_B, min(max_tokens, max(share, int(used_B.max(initial=0)))))
+        unit_B = _cut(number_B, prompt_B, used_B, min(max_tokens, max(share, int(used_B.max(initial=0)))), most)
         num_rows = _num_rows(unit_B, number_B, prompt_B, used_B)
-    plan = plan_micro_batches(num_rows.clip(1), max_tokens, world_size=world_size)
     sizes = np.bincount(unit_B, minlength=len(num_rows))
+    plan = plan_micro_batches(num_rows.clip(1), max_tokens, world_size=world_size)
+    if np.diff(cumulative(sizes[plan.indices])[plan.offsets]).max(initial=0) > most:
+        # A sequence takes as many rows as fill a micro-batch of the largest number, or its own where it has more.
+        lengths = np.maximum(num_rows.clip(1) * most, sizes * max_tokens)
+        plan = plan_micro_batches(lengths, max_tokens * most, world_size=world_size)
     starts = cumulative(sizes)[:-1]
     members = unit_B.argsort(kind="stable")[_ranges(starts[plan.indices], sizes[plan.indices])]
     return dataclasses.replace(plan, indices=members, offsets=cumulative(sizes[plan.indices])[plan.offsets])
@@ -169,6 +179,15 @@ def _check_units(unit_B: np.ndarray, num_rows: np.ndarray, max_tokens: int) -> N
         raise ValueError(
             f"the unit of sequences {', '.join(map(str, members))} has {num_rows.max()} tokens, more than "
             f"max_tokens={max_tokens}: raise max_tokens to at least this length, or couple fewer sequences"
+        )
+
+
+def _check_number(unit_B: np.ndarray, most: int) -> None:
+    """Raises ValueError naming the largest unit if it has too many sequences."""
+    if (sizes := np.bincount(unit_B)).max(initial=0) > most:
+        raise ValueError(
+            f"a unit has {sizes.max()} sequences that stay together, more than micro_batch_size={most}: raise "
+            "micro_batch_size to at least this number"
         )
 
 
@@ -205,15 +224,15 @@ def _prompt_numbers(batch: Batch, prompt_B: np.ndarray) -> np.ndarray:
     return _numbers(zip(prompts, image_B.tolist(), strict=True))
 
 
-def _cut(number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray, limit: int) -> np.ndarray:
-    """(B,) units: sequences of a prompt stay together, but where the prompt and its completions exceed the limit."""
+def _cut(number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray, limit: int, most: int) -> np.ndarray:
+    """(B,) units: sequences of a prompt stay together, but where they exceed a limit of rows or of sequences."""
     order_B = number_B.argsort(kind="stable")
-    unit_B, unit, rows, last = np.empty_like(number_B), -1, 0, -1
+    unit_B, unit, rows, last, size = np.empty_like(number_B), -1, 0, -1, 0
     columns = (x_B[order_B].tolist() for x_B in (number_B, prompt_B, used_B))
     for b, number, prompt, used in zip(order_B, *columns, strict=True):
-        if number != last or rows + used - prompt > limit:
-            unit, rows, last = unit + 1, prompt, number
-        rows += used - prompt
+        if number != last or rows + used - prompt > limit or size == most:
+            unit, rows, last, size = unit + 1, prompt, number, 0
+        rows, size = rows + used - prompt, size + 1
         unit_B[b] = unit
     return unit_B
 

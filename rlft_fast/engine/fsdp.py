@@ -153,7 +153,10 @@ class FSDPEngine(EngineState):
             return RankWork(batch.micro_batches(), None)
         check_batch(batch, self.model.backbone, padded=self.is_padded)
         num_shares = self.world.size // self.config.sequence_parallel
-        plan = plan_batch(batch, self.config.max_tokens, num_shares, padded=self.is_padded)
+        plan = plan_batch(
+            batch, self.config.max_tokens, num_shares, micro_batch_size=self.config.micro_batch_size,
+            padded=self.is_padded,
+        )  # fmt: skip
         return RankWork(prepare_micro_batches(batch, plan, self._data_rank), (batch, plan))
 
     @property

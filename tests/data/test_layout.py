@@ -117,6 +117,39 @@ def test_plan_holds_every_sequence_once_under_the_cap(batch, spare, world_size):
             assert len(share_prompts(batch.select(indices)).token_index_U) <= max_tokens
 
 
+@settings(max_examples=100)
+@given(
+    batch=batches(),
+    spare=st.integers(0, 30),
+    world_size=st.integers(1, 3),
+    most=st.integers(1, 4),
+    padded=st.booleans(),
+)
+def test_the_tighter_cap_counts(batch, spare, world_size, most, padded):
+    """Of tokens and of sequences. Where tokens do not matter, as few micro-batches run as sequences allow."""
+    largest = int(batch.lengths.max(initial=1))
+    for max_tokens in (largest + spare, 1000):
+        plan = plan_batch(batch, max_tokens, world_size, micro_batch_size=most, padded=padded)
+        parts = [part for rank in range(world_size) for part in plan.micro_batches(rank)]
+        assert sorted(np.concatenate(parts)) == list(range(batch.num_sequences))
+        for part in parts:
+            assert len(part) <= most
+            if len(part):
+                shown = batch.select(part)
+                rows = len((pad_sequences if padded else share_prompts)(shown).token_index_U)
+                assert rows <= max_tokens
+    alone = Batch.from_samples([[i] for i in range(7)], [[9, 9]] * 7)
+    assert plan_batch(alone, 1000, micro_batch_size=most).num_micro_batches == -(-7 // most)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_unit_of_too_many_sequences_is_refused(padded):
+    batch = Batch.from_samples([[1]] * 4, [[2]] * 4).replace(unit_B=torch.tensor([5, 5, 7, 7]))
+    assert plan_batch(batch, 100, micro_batch_size=2, padded=padded).num_micro_batches == 2
+    with pytest.raises(ValueError, match=r"a unit has 2 sequences that stay together, more than micro_batch_size=1: "):
+        plan_batch(batch, 100, micro_batch_size=1, padded=padded)
+
+
 def test_plan_keeps_groups_together():
     lengths = [5, 3, 6, 4]
     prompts = [[i, i, i, i] for i in range(8) for _ in lengths]
