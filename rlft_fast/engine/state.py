@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rlft_fast.config import EngineConfig, HeadKind
 from rlft_fast.engine.optimizer import Optimizer, build_optimizer, load_masters, named_parameters
@@ -213,6 +214,30 @@ class EngineState:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # other processes and vLLM can use only memory that the allocator gives back
 
+    def report_memory(self, tag: str) -> dict[str, int]:
+        """Says on the first rank what this process holds on the engine's device now.
+
+        Args:
+            tag: tells the line from other lines.
+
+        Returns:
+            Bytes of ``weights``, ``gradients`` and ``optimizer`` on the device. On a GPU also of all tensors
+            (``allocated``), at the peak (``peak``), and of what the process keeps (``reserved``).
+        """
+        own = {
+            "weights": [*self.model.parameters(), *self.model.buffers()],
+            "gradients": [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None],
+            "optimizer": [] if self.optimizer is None else [x for s in self.optimizer.state.values() for x in s.values()],
+        }  # fmt: skip
+        found = {name: sum(_bytes_on(self.device, tensor) for tensor in tensors) for name, tensors in own.items()}
+        if self.device.type == "cuda":
+            measured = torch.cuda.memory_stats(self.device)
+            for name, key in (("allocated", "allocated"), ("peak", "allocated"), ("reserved", "reserved")):
+                found[name] = measured[f"{key}_bytes.all.{'peak' if name == 'peak' else 'current'}"]
+        if self.world.is_first:
+            print(f"{tag}: " + ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in found.items()), flush=True)
+        return found
+
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
         """A phase in which weights and optimizer state are on the device; `train_step` opens its own if none is."""
@@ -333,3 +358,9 @@ def _check_module(module: nn.Module, config: EngineConfig) -> None:
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _bytes_on(device: torch.device, tensor: Tensor) -> int:
+    """Bytes of this rank's part of a tensor; 0 on another kind of device."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.itemsize if local.device.type == device.type else 0

@@ -159,6 +159,21 @@ def test_settings_that_a_module_cannot_have(options, kind, message):
         FSDPEngine.from_module(Denoiser(), config(**options), num_training_steps=1)
 
 
+def test_memory_is_reported_by_part(capsys):
+    """Three copies of the weights: AdamW's moments, and the gradients until the step."""
+    module, noisy, noise = made()
+    engine = FSDPEngine.from_module(module, config(), num_training_steps=STEPS)
+    size = 4 * sum(parameter.numel() for parameter in module.parameters())
+    steps = 4 * len([*module.parameters()])  # a step count for each parameter
+    assert engine.report_memory("at first") == {"weights": size, "gradients": 0, "optimizer": 0}
+    train(engine, noisy, noise, 1)
+    engine.backward((engine.model(noisy) - noise).square().mean())
+    assert engine.report_memory("then") == {"weights": size, "gradients": size, "optimizer": 2 * size + steps}
+    assert capsys.readouterr().out.splitlines()[0] == f"at first: weights {size / 1e9:.3f} GB, gradients 0.000 GB, " + (
+        "optimizer 0.000 GB"
+    )
+
+
 def test_what_needs_a_head_or_a_loss_says_so():
     engine = FSDPEngine.from_module(Denoiser(), config(), num_training_steps=1, world=World())
     batch = random_batch()

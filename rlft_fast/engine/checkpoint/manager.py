@@ -35,6 +35,8 @@ T = TypeVar("T")
 _BYTES_PER_GB = 1_000_000_000
 _REMOVED = "was removed while it was read"
 _NAME = re.compile(r"step_(\d{8,})(" + re.escape(REPLACED) + ")?")
+_TAGGED = "tag_"
+_TAG = re.compile(r"[A-Za-z0-9][\w.-]{0,99}")
 
 
 class CheckpointError(OSError):
@@ -80,8 +82,9 @@ class CheckpointManager:
     # ---- saving -------------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, engines: Mapping[str, FSDPEngine], state: Mapping[str, Any], *, asynchronous: bool = False
-    ) -> Path:
+        self, step: int, engines: Mapping[str, FSDPEngine], state: Mapping[str, Any], *, tag: str | None = None,
+        asynchronous: bool = False,
+    ) -> Path:  # fmt: skip
         """Writes one checkpoint; every rank must call it.
 
         First waits for the previous save. If the previous save failed, this checkpoint is written at once and only then
@@ -92,6 +95,8 @@ class CheckpointManager:
             engines: by name ("actor", "critic").
             state: everything else that continues the run, the same on every rank: tensors, and values that JSON can
                 hold.
+            tag: a name for a checkpoint to keep, such as "before_new_data": the folder ``tag_before_new_data``. Tagged
+                checkpoints count against no limit, are never the newest, and are loaded by their tag alone.
             asynchronous: return as soon as the tensors are copied. The copies are as large as the files that this
                 process writes, and their memory is kept for the next save.
 
@@ -99,18 +104,19 @@ class CheckpointManager:
             The checkpoint's folder, which exists after `wait`.
 
         Raises:
-            ValueError: a value of the state is no tensor, and JSON would not restore it as it is.
+            ValueError: a value of the state is no tensor, and JSON would not restore it as it is; or the tag is no
+                name of a file.
             CheckpointError: the checkpoint could not be written (a full disk, for example). Older checkpoints are
                 untouched.
         """
+        final = self.directory / (f"step_{step:08d}" if tag is None else _name_of_tag(tag))
         failure = self._finish_writing()
         self._connect()
         content = collect(engines, state, self.world)
         asynchronous = asynchronous and failure is None
         if asynchronous:
             content = content.copied(self._snapshot)
-        final = self.directory / f"step_{step:08d}"
-        self._writing = self._executor.submit(self._write, content, final)
+        self._writing = self._executor.submit(self._write, content, final, step)
         if not asynchronous:
             self.wait()
         if failure is not None:
@@ -134,14 +140,14 @@ class CheckpointManager:
         self._writing = None
         return writing.exception()
 
-    def _write(self, content: Content, final: Path) -> None:
+    def _write(self, content: Content, final: Path, step: int) -> None:
         """The slow part of a save. It runs in a thread, so it calls collectives of the manager's own group only."""
         temporary = final.with_name(final.name + TEMPORARY)
         try:
             self._together(self.remove_leftovers)
             described = self._together(lambda: content.write(temporary))
             files = {name: description for part in described for name, description in part.items()}
-            self._together(lambda: self._publish(temporary, final, files, content.models))
+            self._together(lambda: self._publish(temporary, final, step, files, content.models))
         except Exception as error:  # the half-written folder goes, complete checkpoints stay
             shutil.rmtree(temporary, ignore_errors=True)
             kept = self.latest()
@@ -170,24 +176,25 @@ class CheckpointManager:
         What cannot be removed is named in a warning, once: a save needs no more than its own folder.
         """
         for path in self.directory.glob(f"*{TEMPORARY}") if self.world.is_first else ():
-            if _NAME.fullmatch(path.name.removesuffix(TEMPORARY)) and path.name not in self._irremovable:
+            if _is_own(path.name.removesuffix(TEMPORARY)) and path.name not in self._irremovable:
                 try:
                     path.unlink() if path.is_symlink() else shutil.rmtree(path)
                 except OSError as error:
                     self._irremovable.add(path.name)
                     warnings.warn(f"{path} cannot be removed, and stays: {error}", stacklevel=2)
 
-    def _publish(self, temporary: Path, final: Path, files: dict[str, Any], models: dict[str, Any]) -> None:
+    def _publish(self, temporary: Path, final: Path, step: int, files: dict[str, Any], models: dict[str, Any]) -> None:
         if self.world.is_first:
             if unseen := [name for name in files if not (temporary / name).is_file()]:
                 raise OSError(
                     f"the first process does not see {unseen[0]}, which another one wrote: all machines need the same "
                     "folder, on a disk that they share"
                 )
-            write_manifest(temporary, _step(final), self.world.size, models, files)
+            write_manifest(temporary, step, self.world.size, models, files)
             publish(temporary, final, final.with_name(final.name + REPLACED))
             self._damaged.discard(final.name)
-            self._rotate(final)
+            if _NAME.fullmatch(final.name):
+                self._rotate(final)
 
     def _rotate(self, newest: Path) -> None:
         """Removes checkpoints beyond the limits: damaged ones first, then the oldest, never the newest."""
@@ -206,7 +213,9 @@ class CheckpointManager:
         complete = self._complete()
         return complete[-1] if complete else None
 
-    def load(self, engines: Mapping[str, FSDPEngine], step: int | None = None) -> dict[str, Any] | None:
+    def load(
+        self, engines: Mapping[str, FSDPEngine], step: int | None = None, *, tag: str | None = None
+    ) -> dict[str, Any] | None:
         """Loads the newest complete and intact checkpoint into initialized engines, in place.
 
         Every rank must call it. The number of processes may differ from the number that saved; random states are
@@ -215,6 +224,7 @@ class CheckpointManager:
         Args:
             engines: engines by the names of the save; a subset is enough. Frozen engines skip the optimizer state.
             step: look at the checkpoint of this step alone.
+            tag: look at the checkpoint with this tag alone.
 
         Returns:
             The ``state`` of the save, with tensors on the CPU; None if there is no checkpoint.
@@ -223,11 +233,11 @@ class CheckpointManager:
             ValueError: the checkpoint is of other models; the message names the differences. The engines are unchanged.
             CheckpointError: all checkpoints are damaged, or reading failed.
         """
-        return self._load_first_intact(step, lambda folder: self._load(folder, engines))
+        return self._load_first_intact(step, tag, lambda folder: self._load(folder, engines))
 
     def load_part(
         self, engines: Mapping[str, FSDPEngine], step: int | None = None, *, strict: bool = True,
-        optimizer: bool = True, scheduler: bool = True,
+        optimizer: bool = True, scheduler: bool = True, tag: str | None = None,
     ) -> Loaded | None:  # fmt: skip
         """Loads a part of a checkpoint, such as its weights alone, in place. Random states stay as they are.
 
@@ -240,6 +250,7 @@ class CheckpointManager:
                 that an engine and the checkpoint both have in one shape.
             optimizer: load the optimizers' state.
             scheduler: load the numbers of optimizer steps, with which the schedules go on.
+            tag: look at the checkpoint with this tag alone.
 
         Returns:
             The names of the tensors that were loaded, and of all others; None if there is no checkpoint.
@@ -250,19 +261,22 @@ class CheckpointManager:
         """
 
         def load(folder: Path) -> Loaded:
-            manifest = read_manifest(folder, _step(folder))
+            manifest = read_manifest(folder, _named_step(folder))
             with _naming(folder):
                 return restore_part(
                     manifest, engines, folder, self.world, strict=strict, optimizer=optimizer, scheduler=scheduler
                 )
 
-        return self._load_first_intact(step, load)
+        return self._load_first_intact(step, tag, load)
 
-    def _load_first_intact(self, step: int | None, load: Callable[[Path], T]) -> T | None:
+    def _load_first_intact(self, step: int | None, tag: str | None, load: Callable[[Path], T]) -> T | None:
         self.wait()
         self._connect()
         problems = []
         folders = [folder for folder in reversed(self.folders()) if step is None or _step(folder) == step]
+        if tag is not None:
+            named = self.directory / _name_of_tag(tag)
+            folders = [folder for folder in (named, named.with_name(named.name + REPLACED)) if folder.is_dir()]
         for name in self._together(lambda: [folder.name for folder in folders])[0]:
             folder = self.directory / name
             problem = self._find_damage(folder)
@@ -294,7 +308,7 @@ class CheckpointManager:
     def _damage_of_share(self, folder: Path) -> str | None:
         """What this rank finds: each rank reads its share of the files."""
         try:
-            files = read_manifest(folder, _step(folder))["files"]
+            files = read_manifest(folder, _named_step(folder))["files"]
             share = list(files.items())[self.world.rank :: self.world.size]
             if problem := find_extra(folder, files) or find_damage(folder, dict(share)):
                 return problem
@@ -304,7 +318,7 @@ class CheckpointManager:
         return None
 
     def _load(self, folder: Path, engines: Mapping[str, FSDPEngine]) -> dict[str, Any]:
-        manifest = read_manifest(folder, _step(folder))
+        manifest = read_manifest(folder, _named_step(folder))
         check_models(manifest, engines, folder)
         with _naming(folder):
             return restore(manifest, engines, folder, self.world)
@@ -355,15 +369,16 @@ def _naming(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
 
 
-def checkpoint_of(folder: Path, world: World) -> tuple[CheckpointManager, int]:
-    """The manager of a checkpoint's folder, and the checkpoint's step.
+def checkpoint_of(folder: Path, world: World) -> tuple[CheckpointManager, int | None, str | None]:
+    """The manager of a checkpoint's folder, and the checkpoint's step or its tag.
 
     Raises:
         ValueError: the folder does not have the name of a checkpoint.
     """
-    if _NAME.fullmatch(folder.name) is None:
-        raise ValueError(f"{folder} is no checkpoint of a run, whose folders are named step_00000020")
-    return CheckpointManager(folder.parent, world=world), _step(folder)
+    if not _is_own(folder.name):
+        raise ValueError(f"{folder} is no checkpoint of a run, whose folders are named step_00000020 or tag_NAME")
+    step = _named_step(folder)
+    return CheckpointManager(folder.parent, world=world), step, folder.name[len(_TAGGED) :] if step is None else None
 
 
 def step_of(name: str, directory: Path) -> int:
@@ -389,6 +404,25 @@ def step_of(name: str, directory: Path) -> int:
         found = ", ".join(f"step_{step}" for step in steps) or "none"
         raise ValueError(f"there is no checkpoint {name} in {directory}: it has {found}")
     return int(match[1])
+
+
+def _name_of_tag(tag: str) -> str:
+    if not _TAG.fullmatch(tag):
+        raise ValueError(
+            f"the tag {tag!r} is no name: give letters, digits, and then also dots, hyphens and underscores"
+        )
+    return _TAGGED + tag
+
+
+def _is_own(name: str) -> bool:
+    """Whether a folder has the name of a checkpoint."""
+    is_tagged = name.startswith(_TAGGED) and _TAG.fullmatch(name.removeprefix(_TAGGED))
+    return bool(is_tagged or _NAME.fullmatch(name))
+
+
+def _named_step(folder: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None for a tag."""
+    return _step(folder) if _NAME.fullmatch(folder.name) else None
 
 
 def _step(folder: Path) -> int:

@@ -98,12 +98,12 @@ def write_manifest(
     write_text(folder / FILE_NAME, json.dumps(manifest | {"crc32": _checksum(manifest)}) + "\n")
 
 
-def read_manifest(folder: Path, step: int) -> dict[str, Any]:
+def read_manifest(folder: Path, step: int | None) -> dict[str, Any]:
     """Reads the manifest, and returns a dictionary with the names of `write_manifest`'s arguments.
 
     Args:
         folder: folder of the checkpoint.
-        step: training step that the checkpoint must have.
+        step: training step that the checkpoint must have; None: any.
 
     Raises:
         ValueError: the manifest is missing or cannot be used; the message names the file and the reason.
@@ -122,7 +122,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
         raise ValueError(f"{FILE_NAME} does not name {STATE_NAME}")
     source = FILE_NAME if named is not None else STATE_NAME
     named = read_state(folder)["client"].get("step") if named is None else named
-    if named not in (None, step):
+    if step is not None and named not in (None, step):
         raise ValueError(f"{source} is of step {named}")
     return manifest
 

@@ -59,8 +59,8 @@ def load_start(engine: FSDPEngine, name: str, path: str | Path) -> None:
     if is_adapter(folder):
         load_adapter(engine, folder)
     elif (folder / FILE_NAME).is_file():
-        manager, step = checkpoint_of(folder, engine.world)
-        manager.load_part({name: engine}, step, optimizer=False, scheduler=False)
+        manager, step, tag = checkpoint_of(folder, engine.world)
+        manager.load_part({name: engine}, step, tag=tag, optimizer=False, scheduler=False)
     elif engine.config.lora is not None:
         raise ValueError(
             f"init_from {path} is a model folder, and adapters begin at 0 beside any model: give it as model, and "

@@ -209,6 +209,34 @@ def test_rotation_keeps_the_newest_and_what_is_not_its_own(tiny_model, tmp_path)
     assert reference.names(tmp_path) == sorted(others)
 
 
+def test_a_tagged_checkpoint_is_kept_and_loaded_by_its_tag(tiny_model, tmp_path):
+    """It is never the newest, however late it was saved; saving it again replaces it."""
+    engines, manager = make_engines(tiny_model("llama")), CheckpointManager(tmp_path, max_num=1)
+    step(engines, 1)
+    manager.save(1, engines, {"data": "old"}, tag="before-new_data.1")
+    saved = state_of(engines)
+    for number in (2, 3):
+        step(engines, number)
+        manager.save(number, engines, {"data": "new"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "tag_before-new_data.1"]
+    assert manager.latest() == tmp_path / "step_00000003"
+    assert manager.load(engines) == {"data": "new"}
+    assert manager.load(engines, tag="before-new_data.1") == {"data": "old"}
+    reference.assert_equal(state_of(engines), saved)
+    loaded = manager.load_part(engines, tag="before-new_data.1", optimizer=False)
+    assert loaded.folder == tmp_path / "tag_before-new_data.1"
+    assert manager.load(engines, tag="no-such") is None
+    manager.save(4, engines, {"data": "again"}, tag="before-new_data.1")
+    assert manager.load(engines, tag="before-new_data.1") == {"data": "again"}
+
+
+@pytest.mark.parametrize("tag", ["", "../x", "a/b", ".hidden", "a" * 101, "x\n"])
+def test_a_tag_that_is_no_name_is_refused(tag, tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="is no name: give letters"):
+        CheckpointManager(tmp_path).save(1, make_engines(tiny_model("llama")), {}, tag=tag)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_rotation_by_size(tiny_model, tmp_path):
     engines = {"actor": make_engine(tiny_model("llama"))}
     folder = CheckpointManager(tmp_path).save(1, engines, {})
