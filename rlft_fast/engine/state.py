@@ -224,16 +224,17 @@ class EngineState:
             Bytes of ``weights``, ``gradients`` and ``optimizer`` on the device. On a GPU also of all tensors
             (``allocated``), at the peak (``peak``), and of what the process keeps (``reserved``).
         """
+        states = () if self.optimizer is None else self.optimizer.state.values()
         own = {
             "weights": [*self.model.parameters(), *self.model.buffers()],
             "gradients": [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None],
-            "optimizer": [] if self.optimizer is None else [x for s in self.optimizer.state.values() for x in s.values()],
-        }  # fmt: skip
+            "optimizer": [tensor for state in states for tensor in state.values()],
+        }
         found = {name: sum(_bytes_on(self.device, tensor) for tensor in tensors) for name, tensors in own.items()}
         if self.device.type == "cuda":
-            measured = torch.cuda.memory_stats(self.device)
-            for name, key in (("allocated", "allocated"), ("peak", "allocated"), ("reserved", "reserved")):
-                found[name] = measured[f"{key}_bytes.all.{'peak' if name == 'peak' else 'current'}"]
+            found["allocated"] = torch.cuda.memory_allocated(self.device)
+            found["peak"] = torch.cuda.max_memory_allocated(self.device)
+            found["reserved"] = torch.cuda.memory_reserved(self.device)
         if self.world.is_first:
             print(f"{tag}: " + ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in found.items()), flush=True)
         return found
