@@ -226,6 +226,18 @@ def test_fine_tuning(reader):
 
 
 @pytest.mark.slow
+def test_distillation(reader):
+    """With an untrained teacher in place of the trained policy."""
+    shutil.copytree(reader / ".cache/rlft_fast/SmolLM2-135M-Instruct", reader / "runs/first/hf")
+    read(ROOT / "docs" / "tutorials" / "first_run.md", ())
+    read(ROOT / "docs" / "tutorials" / "fine_tuning.md", ("python",))
+    read(ROOT / "docs" / "tutorials" / "distillation.md", ("rlft-fast",))
+    for name in ("distilled", "distilled_rows"):
+        rows = read_lines(reader / "runs" / name / "metrics.jsonl")
+        assert sum("teacher_divergence" in row for row in rows) == 2
+
+
+@pytest.mark.slow
 def test_preferences(reader):
     read(ROOT / "docs" / "tutorials" / "preferences.md", ("python", "rlft-fast"), {})
     for name in ("dpo", "reward"):
