@@ -38,6 +38,7 @@ from rlft_fast.config.supervised import (
     SFTConfig,
     SFTDataConfig,
     SFTEvaluationConfig,
+    SFTTeacherConfig,
     TaughtConfig,
     TaughtDataConfig,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "SFTConfig",
     "SFTDataConfig",
     "SFTEvaluationConfig",
+    "SFTTeacherConfig",
     "Section",
     "StepPhase",
     "TaughtConfig",

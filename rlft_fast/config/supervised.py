@@ -1,12 +1,12 @@
 """The configurations of runs that learn from rows of data, without sampling."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from rlft_fast.config.base import Section, rule
-from rlft_fast.config.model import EngineConfig
+from rlft_fast.config.model import EngineConfig, TopKTeacherConfig
 from rlft_fast.config.paths import DataPath
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import HeadKind, Role, StepPhase
@@ -119,6 +119,13 @@ class TaughtConfig(RunConfig):
         return self.batch_size
 
 
+class SFTTeacherConfig(TopKTeacherConfig):
+    """A frozen model whose distributions of the taught tokens are learned, too."""
+
+    cross_entropy_weight: NonNegativeFloat = 1.0
+    """Weight of -log π of the taught tokens in the loss; 0: the teacher alone teaches."""
+
+
 class SFTConfig(TaughtConfig):
     """A run of supervised fine-tuning."""
 
@@ -126,8 +133,39 @@ class SFTConfig(TaughtConfig):
     """What the model learns: sft, from texts; rl, from rewards of what it samples (rlft-fast train --help)."""
     data: SFTDataConfig
     """Texts to learn from."""
+    teacher: SFTTeacherConfig | None = None
+    """A model to distil on the rows."""
     evaluation: MayChange[SFTEvaluationConfig | None] = None
     """The loss on held-out rows."""
+
+    def for_device(self, device_type: str) -> Self:
+        """With `ModelConfig.for_device` of each model."""
+        resolved, teacher = super().for_device(device_type), self.teacher
+        return resolved.model_copy(update={"teacher": None if teacher is None else teacher.for_device(device_type)})
+
+    @rule
+    def _longest_row_fits_the_teacher(self) -> Iterator[str]:
+        if self.teacher is not None and self.teacher.max_tokens < self.longest_taught:
+            yield (
+                f"teacher.max_tokens is {self.teacher.max_tokens}, but a row may have {self.longest_taught} tokens "
+                f"with data.max_sequence_tokens={self.data.max_sequence_tokens}: raise the first or lower the second"
+            )
+
+    @property
+    def model_folders(self) -> dict[str, str | None]:
+        """Folders of the model that learns and of its teacher, by key."""
+        return {"model": self.model, "teacher.model": None if self.teacher is None else self.teacher.model}
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """The model that trains, and its teacher."""
+        if (teacher := self.teacher) is None:
+            return super().roles
+        role = Role(
+            path=teacher.model, config=teacher.engine, head="logprob", trains=False, phases=("infer",),
+            top_k=teacher.num_ids,
+        )  # fmt: skip
+        return {**super().roles, "teacher": role}
 
 
 class PairConfig(TaughtConfig):

@@ -23,7 +23,7 @@ from rlft_fast.models import (
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rollout import with_ties
 from rlft_fast.run import dotted, naming_start
-from rlft_fast.trainer.distillation import check_teacher
+from rlft_fast.trainer.distillation import check_teacher, other_tokens
 from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.judge import Judge, load_functions
 from rlft_fast.trainer.objective import Objective
@@ -273,9 +273,7 @@ def _check_same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> No
     path = None if config.critic is None else config.critic.model
     if path is None or not any(Path(path).glob("tokenizer*")):
         return
-    own = load_tokenizer(path).get_vocab()
-    others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
-    if others:
+    if others := other_tokens(path, tokenizer, may_lack=True):
         raise ValueError(
             f"critic.model is {path}, whose tokenizer has other numbers for {len(others)} of the policy's tokens (such "
             f"as {others[0]!r}): take a model of the policy's family"

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from rlft_fast.config import Config, EngineConfig, RunConfig, TaughtConfig, run_roles
+from rlft_fast.config import Config, EngineConfig, RunConfig, SFTConfig, TaughtConfig, run_roles
 from rlft_fast.engine import CheckpointManager, Schedule, find_start, require_trainable, step_of
 from rlft_fast.errors import Checks
 from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
@@ -113,6 +113,9 @@ def _check_rows(config: TaughtConfig, checks: Checks, *, resume: bool) -> list[s
     data, model = checks.run(lambda: RowsData.load(config)), checks.run(partial(_buildable, kind, config.model))
     if model is not None:
         lines.append(_described_model("model", model))
+    if isinstance(config, SFTConfig) and config.teacher is not None:
+        teacher = checks.run(partial(_buildable, "teacher.model", config.teacher.model))
+        lines += [] if teacher is None else [_described_model("teacher.model", teacher)]
     if data is None:
         return lines
     if model is not None:

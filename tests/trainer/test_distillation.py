@@ -205,14 +205,14 @@ def test_a_teacher_of_another_tokenizer(model, tmp_path, change, number):
     file = json.loads((folder / "tokenizer.json").read_text())
     change(file)
     (folder / "tokenizer.json").write_text(json.dumps(file))
-    with pytest.raises(ValueError, match=rf"teacher\.model is .*, or none, for {number} of the policy's .* tokens"):
+    with pytest.raises(ValueError, match=rf"teacher\.model is .*, or none, for {number} of the .* tokens of model"):
         PPOTrainer(config_of(model, tmp_path, folder))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_teacher_that_lacks_embeddings(model, tmp_path):
     folder = save_tiny_model("llama", tmp_path / "teacher", vocab_size=60, pad_token_id=0)
-    with pytest.raises(ValueError, match=r"teacher\.model has embeddings of 60 tokens, but the policy may sample"):
+    with pytest.raises(ValueError, match=r"teacher\.model has embeddings of 60 tokens, but model has embeddings of"):
         PPOTrainer(config_of(model, tmp_path, folder))
 
 

@@ -139,9 +139,8 @@ def _divisors(number: int, other: int, least: int) -> list[int]:
 
 def _state_choices(config: RunConfig, device_type: str) -> Iterator[list[dict[str, Any]]]:
     """Where a model's weights and moments are kept, and how wide the moments are: one of all ways for each model."""
-    sections: dict[str, ModelConfig | None] = {"actor": config.actor}
-    if isinstance(config, Config):
-        sections |= {"critic": config.critic, "reference": config.reference, "teacher": config.teacher}
+    names = ("actor", "critic", "reference", "teacher")
+    sections: dict[str, ModelConfig | None] = {name: getattr(config, name, None) for name in names}
     for name, section in sections.items():
         if section is None:
             continue

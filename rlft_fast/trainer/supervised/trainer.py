@@ -19,6 +19,8 @@ from rlft_fast.errors import Checks
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import BradleyTerryLoss, LikelihoodLoss, PairLoss, PreferenceLoss
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted
+from rlft_fast.trainer.distillation import asked_of_teacher, check_embeddings, check_teacher, with_teacher
+from rlft_fast.trainer.evaluation import check_finite
 from rlft_fast.trainer.inputs import model_checksums
 from rlft_fast.trainer.models import divergence, notes_on
 from rlft_fast.trainer.prompts import RowSet, Stream, overlong_notes, read_sets
@@ -47,6 +49,8 @@ class RowsData:
     def load(cls, config: TaughtConfig) -> "RowsData":
         """Reads and checks all rows. Raises ValueError with everything that was found."""
         tokenizer, checks = load_tokenizer(config.model), Checks()
+        if isinstance(config, SFTConfig):
+            checks.run(lambda: check_teacher(config.teacher, tokenizer))
         sets = {} if config.evaluation is None else config.evaluation.sets
         most = None if config.evaluation is None else config.evaluation.max_rows
         given = [checks.run(lambda x=x: read_sets(config.data, x, most)) for x in (None, *sets.values())]
@@ -133,8 +137,17 @@ class RowsTrainer:
         self.phases = Phases(world)
         self.restart()
         check_row_tokens(self.models.actor.facts.num_embeddings, self.data)
+        self.teacher = self._load_teacher()
         if isinstance(self.loss, PreferenceLoss):
             self._infer_reference()
+
+    def _load_teacher(self) -> FSDPEngine | None:
+        if not isinstance(self.config, SFTConfig) or self.config.teacher is None:
+            return None
+        teacher = role_engine(self.config, "teacher", self.world)
+        check_embeddings(self.models.actor.facts.num_embeddings, teacher.facts.num_embeddings, self.config.teacher)
+        check_finite("teacher.model", teacher)
+        return teacher
 
     def _infer_reference(self) -> None:
         """Log-probabilities of the rows that the run reads, once: the model is the reference until it trains."""
@@ -166,6 +179,11 @@ class RowsTrainer:
         torch.manual_seed((self.config.seed * 1_000_003 + step) % 2**63)  # for dropout
         first = step * size if first_prompt is None else first_prompt
         batch = self.data.rows.batch(self._rows(first, size))
+        if self.teacher is not None:
+            assert isinstance(self.config, SFTConfig)
+            with self.phases.timed("teacher"):
+                outputs = self.teacher.infer(batch, asked_of_teacher(self.config.teacher))
+                batch = with_teacher(batch, outputs, actor.facts.num_embeddings)
         with self.phases.timed("update"):
             metrics = actor.train_step(batch, self.loss, schedule_step=step)
         metrics = {"train_loss": metrics.pop("loss")} | metrics | self.phases.metrics()
@@ -184,21 +202,22 @@ class RowsTrainer:
         return Evaluated(metrics=metrics, examples=[], num_scored=sum(map(len, self.data.held_out.values())))
 
     def _measure(self, rows: Rows) -> dict[str, float]:
-        """The loss and its metrics, of all rows at once."""
+        """The loss and its metrics, of all rows at once. A teacher is not asked."""
+        loss = LikelihoodLoss() if isinstance(self.loss, LikelihoodLoss) else self.loss
         batch, actor = rows.batch(range(len(rows))), self.models.actor
         (name,) = TRAINED[actor.require_head()][:1]
         asked = batch.active_T
         fields = {f"{name}_T": actor.infer(batch, (name,))[name][asked]}
         fields["entropy_T"] = torch.zeros_like(fields[f"{name}_T"])  # which is not measured
-        weighed, scale = weighted(batch, self.loss)
-        for key in self.loss.fields:
+        weighed, scale = weighted(batch, loss)
+        for key in loss.fields:
             if key == "sequence_T":
                 fields[key] = torch.searchsorted(batch.cu_seqlens.long(), asked.nonzero().squeeze(1), right=True) - 1
             else:
                 values = getattr(weighed, key)
                 fields[key] = values if key.endswith("_B") else values[asked]
-        loss = scale * self.loss.per_token(fields).sum(dtype=torch.float64)
-        found = {"loss": loss, **self.loss.metrics(fields)}
+        total = scale * loss.per_token(fields).sum(dtype=torch.float64)
+        found = {"loss": total, **loss.metrics(fields)}
         return {f"held_out_{name}": float(value) for name, value in found.items()}
 
     # ---- the state of a run -------------------------------------------------------------------------------------
@@ -214,7 +233,8 @@ class RowsTrainer:
 
     def notes(self) -> Iterator[str]:
         """See `Trainer`."""
-        yield from notes_on(self.models.trained, self.models.trained)
+        teacher = {} if self.teacher is None else {"teacher": self.teacher}
+        yield from notes_on({**self.models.trained, **teacher}, self.models.trained)
         yield from overlong_notes({name: rows.overlong for name, rows in self.data.named.items()})
 
     def start(self, step: int) -> None:
@@ -242,6 +262,10 @@ def loss_of(config: TaughtConfig) -> LikelihoodLoss | PairLoss:
             kind=config.loss.kind, beta=config.loss.beta, label_smoothing=config.loss.label_smoothing,
             length_normalized=config.loss.length_normalized,
         )  # fmt: skip
+    if isinstance(config, SFTConfig) and (teacher := config.teacher) is not None:
+        return LikelihoodLoss(
+            coef=teacher.cross_entropy_weight, teacher_coef=teacher.weight, teacher_tail=teacher.add_tail
+        )
     return BradleyTerryLoss() if config.head == "score" else LikelihoodLoss()
 
 
