@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rlft_fast.config import OptimizerConfig
 from rlft_fast.errors import brief
-from rlft_fast.models import RLModel
+from rlft_fast.models import RewardModel, RLModel
 from rlft_fast.plugins import suggestion
 
 _OURS = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "groups"}
@@ -187,9 +187,10 @@ def require_trainable(config: OptimizerConfig, like: Tensor | None = None, devic
 
 def end_parameters(model: nn.Module) -> list[Tensor]:
     """The weights of embeddings, and of the head of a model that has one."""
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    heads = [model.head] if isinstance(model, RLModel) else []
-    return [parameter for module in (*embeddings, *heads) for parameter in cast(nn.Module, module).parameters()]
+    ends: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if isinstance(model, RLModel):
+        ends.append(cast(Any, model.pretrained).score if isinstance(model, RewardModel) else model.head)
+    return [parameter for module in ends for parameter in module.parameters()]
 
 
 def moment_bytes(model: nn.Module, config: OptimizerConfig, numel: Callable[[nn.Parameter], int]) -> int:
