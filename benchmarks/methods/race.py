@@ -181,6 +181,8 @@ def prepare(names: list[str]) -> None:
         if not (demo / "hf").is_dir():
             subprocess.run([sys.executable, "-m", "rlft_fast", "demo", "--rollout", "hf"], cwd=_ROOT, check=True)
         subprocess.run([sys.executable, "examples/reward_model.py"], cwd=_ROOT, check=True)
+        reward = ["reward", "examples/reward_model.yaml"]
+        subprocess.run([sys.executable, "-m", "rlft_fast", *reward], cwd=_ROOT, check=True)
 
 
 def main() -> None:
