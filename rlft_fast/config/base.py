@@ -10,7 +10,7 @@ from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
-from rlft_fast.config.peers import KEYS
+from rlft_fast.config.peers import KEYS, REASONS
 
 
 class ConfigError(ValueError):
@@ -209,9 +209,13 @@ def _lines(
 
 def _unknown(key: str, value: Any, known: list[str]) -> Iterator[str]:
     """A line about a key that does not exist; about each key in it, where it is a section of another project's."""
-    if isinstance(value, Mapping) and any(str(name) in KEYS or isinstance(x, Mapping) for name, x in value.items()):
+    known_names = KEYS.keys() | REASONS.keys()
+    if isinstance(value, Mapping) and any(str(n) in known_names or isinstance(x, Mapping) for n, x in value.items()):
         for name, inner in value.items():
             yield from _unknown(f"{key}.{name}", inner, known)
+        return
+    if (reason := REASONS.get(key.rpartition(".")[2].replace("-", "_"))) is not None:
+        yield f"{key} cannot be set: {reason}"
         return
     suggestion = _suggestion(key, known)
     yield f"unknown key {key}" + (f": did you mean {suggestion}?" if suggestion else "")

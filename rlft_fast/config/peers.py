@@ -95,5 +95,21 @@ _NAMES = {
     "log_texts": "log_completions num_completions_to_print log_val_generations",
 }
 
+_REASONS = {
+    "it changes the distribution that tokens are drawn from, and the update needs exact log-probabilities of this "
+    "distribution: use rollout.temperature, rollout.top_k or rollout.top_p": "min_p repetition_penalty "
+    "presence_penalty frequency_penalty logit_bias typical_p epsilon_cutoff eta_cutoff top_n_sigma min_tokens "
+    "min_new_tokens no_repeat_ngram_size bad_words bad_words_ids allowed_token_ids logits_processors "
+    "encoder_repetition_penalty guided_decoding guided_decoding_regex guided_json structured_outputs "
+    "vllm_structured_outputs_regex vllm_guided_decoding_regex",
+    "it searches for likely answers, and learning needs samples": "num_beams num_beam_groups use_beam_search "
+    "length_penalty best_of",
+    "an answer ends at its end token, which is learned, too": "ignore_eos",
+    "rollouts are sampled; evaluation.temperature: 0 takes the most likely tokens": "do_sample",
+}
+
+REASONS = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Why a setting of each name cannot be."""
+
 KEYS = {name: key for key, names in _NAMES.items() for name in names.split()}
 """Our key of each name."""

@@ -1,7 +1,7 @@
 """How completions are sampled."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -11,6 +11,37 @@ from rlft_fast.config.servers import ServerEntry
 
 SMALLEST_VLLM_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a smaller one is asked for, but reports it only in its log."""
+
+
+_OUR_KEYS = {
+    "model": "model", "tokenizer": "model", "seed": "seed", "dtype": "actor.compute_dtype",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.vllm.cpu_cache_gib", "max_num_seqs": "rollout.batch_size",
+    "max_model_len": "rollout.max_prompt_tokens and max_new_tokens",
+}  # fmt: skip
+_REFUSED = {
+    "that says how the weights of the policy arrive, which the run decides": (
+        "load_format", "weight_transfer_config", "worker_extension_cls", "worker_cls", "enable_sleep_mode",
+        "quantization", "quantization_config", "enable_lora", "hf_overrides", "model_class_overrides", "revision",
+    ),
+    "that changes the log-probabilities that the update needs": (
+        "logprobs_mode", "max_logprobs", "generation_config", "override_generation_config", "logits_processors",
+        "enable_chunked_prefill",
+    ),
+    "that says which processes compute, which the run decides": (
+        "distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port", "device_ids",
+    ),
+    "and code of a model's folder is not run": ("trust_remote_code",),
+    "that says whether texts are made, which rollout.stop decides": ("skip_tokenizer_init",),
+}  # fmt: skip
+_OF_PROCESSES = ("data_parallel", "pipeline_parallel", "prefill_context_parallel", "decode_context_parallel")
+
+
+def _why_refused(name: str) -> str | None:
+    if name.startswith(_OF_PROCESSES):
+        return "that says which processes compute, which the run decides"
+    return next((why for why, names in _REFUSED.items() if name in names), None)
 
 
 class VLLMConfig(Section):
@@ -26,8 +57,19 @@ class VLLMConfig(Section):
     """Share of a GPU's memory for the generator's weights and key-value cache."""
     cpu_cache_gib: MayChange[PositiveFloat] = 1.0
     """Size of the key-value cache in GiB, if the generator runs on the CPU."""
+    engine_options: MayChange[dict[str, Any]] = Field(default={})
+    """Further options of vLLM's engine (EngineArgs) by their names, such as max_num_batched_tokens: 8192."""
     check_weights: MayChange[bool] = False
     """Compare checksums of weights after a sync: sent with received (separate), or across processes (colocated)."""
+
+    @rule
+    def _options_are_vllms(self) -> Iterator[str]:
+        for name in self.engine_options:
+            key = name.replace("-", "_")
+            if key in _OUR_KEYS:
+                yield f"engine_options has {name}, which the run sets by {_OUR_KEYS[key]}: set this key"
+            elif (why := _why_refused(key)) is not None:
+                yield f"engine_options has {name}, {why}: leave it out"
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -126,3 +126,11 @@ def test_values_that_look_like_options():
     parser.add_argument("--trust-remote-code", action="store_true")
     options, _ = parser.parse_known_args(command[3:])
     assert (options.model, options.host, options.trust_remote_code) == ("--trust-remote-code", "-h", False)
+
+
+def test_options_of_the_engine_as_flags():
+    options = {"max_num_batched_tokens": 64, "enforce_eager": False, "attention_config": {"backend": "x"}}
+    rollout = Config.parse(MINIMAL | {"rollout": {"vllm": {"engine_options": options}}}).rollout
+    command = " ".join(server_command("m", "float32", rollout, 64, host="h", port=8000, on_cpu=True))
+    assert '--max-num-batched-tokens 64 --attention-config {"backend": "x"}' in command
+    assert command.count("enforce-eager") == command.count("--no-enforce-eager") == 1  # it replaces the run's own

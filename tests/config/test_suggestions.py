@@ -61,6 +61,35 @@ def test_a_section_of_another_project_is_explained_key_by_key():
     assert message({"rolout": {"temperature": 1}}) == ["unknown key rolout: did you mean rollout?"]
 
 
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"rollout": {"min_p": 0.1}}, "rollout.min_p cannot be set: it changes the distribution"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty cannot be set: it changes the distribution"),
+        ({"rollout": {"sampling_params": {"bad_words": ["x"]}}}, "rollout.sampling_params.bad_words cannot be set"),
+        ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs.num_beams cannot be set: it searches for likely"),
+        ({"rollout": {"ignore_eos": True}}, "rollout.ignore_eos cannot be set: an answer ends at its end token"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_their_reason(values, line):
+    (found,) = message(values)
+    assert found.startswith(line)
+
+
+def test_options_of_vllms_engine():
+    def found(**options) -> list[str]:
+        return message({"rollout": {"vllm": {"engine_options": options}}})
+
+    options = {"max_num_batched_tokens": 8192, "attention_config": {"backend": "x"}}
+    config = Config.parse(MINIMAL | {"rollout": {"vllm": {"engine_options": options}}})
+    assert config.rollout.vllm.engine_options == options
+    assert found(max_num_seqs=4) == [
+        "rollout.vllm: engine_options has max_num_seqs, which the run sets by rollout.batch_size: set this key"
+    ]
+    lines = found(**{"load-format": "x", "data_parallel_size": 2})
+    assert [line.split(", ")[1][:20] for line in lines] == ["that says how the we", "that says which proc"]
+
+
 def test_all_rules_that_are_broken_are_told():
     lines = message(
         {

@@ -9,6 +9,7 @@ random state. They are restored after the start.
 """
 
 import contextlib
+import difflib
 import gc
 import importlib.util
 import inspect
@@ -53,6 +54,7 @@ def check_vllm(config: VLLMConfig, world: World) -> None:
         import vllm
 
         raise ValueError(f"vLLM {vllm.__version__} has no {missing}: install a version that does ({_VERSIONS})")
+    _check_engine_options(config)
     device = world.device
     if config.tensor_parallel_size > 1 and device.type != "cuda":
         raise ValueError(
@@ -80,6 +82,22 @@ def check_vllm(config: VLLMConfig, world: World) -> None:
             "rollout.vllm.check_weights needs to see the weights on arrival, which vLLM's own transfers do not show: "
             "leave it out, or use process: colocated"
         )
+
+
+def _check_engine_options(config: VLLMConfig) -> None:
+    """Raises ValueError for names that this vLLM's engine does not have."""
+    if not config.engine_options:
+        return
+    from vllm import EngineArgs, __version__
+
+    known = inspect.signature(EngineArgs).parameters
+    for name in config.engine_options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            instead = f"did you mean {near[0]}?" if near else "leave it out"
+            raise ValueError(
+                f"rollout.vllm.engine_options has {name}, which vLLM {__version__} does not have: {instead}"
+            )
 
 
 def transfer_backend(config: VLLMConfig, device: torch.device) -> str:
@@ -276,9 +294,8 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after temperature and top-k
         max_logprobs=-1,  # as many as top-k keeps
         generation_config="vllm",  # not the model's own sampling defaults
-        enable_prefix_caching=True,
         skip_tokenizer_init=not config.stop,
-        **device_options(config.vllm, model.device.type == "cpu"),
+        **{"enable_prefix_caching": True} | device_options(config.vllm, model.device.type == "cpu"),
         **options,
     )
 

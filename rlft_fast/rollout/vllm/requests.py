@@ -80,7 +80,7 @@ def device_options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
         on_cpu: whether vLLM computes on the CPU.
     """
     if not on_cpu:
-        return {"gpu_memory_utilization": config.gpu_memory_utilization}
+        return {"gpu_memory_utilization": config.gpu_memory_utilization, **config.engine_options}
     return {
         "kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30),
         "enforce_eager": True,  # compiling takes minutes
@@ -88,6 +88,7 @@ def device_options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
         "block_size": 32,
         # vLLM 0.32 rewinds the generator of a request whose prompt it has run in part. A CPU's generator cannot rewind.
         "enable_chunked_prefill": False,
+        **config.engine_options,
     }
 
 

@@ -110,7 +110,7 @@ def _flag(name: str, value: Any) -> list[str]:
     name = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", str(value)]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
 def weight_backend(config: RolloutConfig) -> str:

@@ -101,7 +101,11 @@ def colocated(rank: int, folder: Path) -> None:
     share = [PROMPTS[:4], PROMPTS[4:]][rank]
     for name in ("llama", "qwen2-tied"):
         engine = make_engine(folder / name)
-        rollout = make_rollout(engine, check_weights=True)
+        with pytest.raises(ValueError, match=r"max_num_batch_tokens, which vLLM .* did you mean max_num_batched_"):
+            make_rollout(engine, engine_options={"max_num_batch_tokens": 512})
+        rollout = make_rollout(engine, check_weights=True, engine_options={"max_num_batched_tokens": 512})
+        engine_config = rollout.generator.llm.llm_engine.vllm_config  # pyrefly: ignore [missing-attribute]
+        assert engine_config.scheduler_config.max_num_batched_tokens == 512
         with pytest.raises(ValueError, match="call sync"):
             rollout.generate(share, SAMPLED)
         for seed in range(3):
