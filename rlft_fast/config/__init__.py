@@ -22,6 +22,7 @@ from rlft_fast.config.resume import changed_settings, fixed_settings
 from rlft_fast.config.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig, VLLMConfig
 from rlft_fast.config.run import (
+    SERVER_PART,
     Config,
     DataConfig,
     EvaluationConfig,
@@ -47,6 +48,7 @@ from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfi
 __all__ = [
     "HUB",
     "OBJECTIVES",
+    "SERVER_PART",
     "SMALLEST_VLLM_TEMPERATURE",
     "TOKEN_VARIABLE",
     "AlgorithmConfig",

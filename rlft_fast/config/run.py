@@ -15,7 +15,11 @@ from rlft_fast.config.paths import DataPath, FunctionName, ModelPath
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig
+from rlft_fast.config.servers import ServerUrl
 from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, TrackerName
+
+SERVER_PART = "server"
+"""Name of the part of a reward that a server gives."""
 
 
 class DataConfig(RowsConfig):
@@ -39,11 +43,26 @@ class DataConfig(RowsConfig):
             yield "task_options are options of a reasoning-gym task: leave them out, or give a task instead of a path"
 
 
+class RewardServerConfig(Section):
+    """A server that scores completions, by one HTTP request for each (the token is in REWARD_API_KEY)."""
+
+    url: MayChange[ServerUrl]
+    """URL that gets each completion in a POST of JSON, as OpenRLHF's remote_rm_url does: query, prompts, labels."""
+    weight: float = 1.0
+    """Weight of the server's rewards."""
+    timeout_s: MayChange[Annotated[PositiveFloat, Field(le=86_400)]] = 60.0
+    """Seconds for a request. A sample whose last request fails is left out."""
+    retries: MayChange[Annotated[NonNegativeInt, Field(le=100)]] = 2
+    """Further requests after a failed connection, a timeout, or a status 429 or 5xx."""
+
+
 class RewardConfig(Section):
     """How completions are scored."""
 
     function: FunctionName | dict[FunctionName, float] | None = None
     """module:function or file.py:function, or several with weights; null: the scoring of the reasoning-gym task."""
+    server: RewardServerConfig | None = None
+    """A server that scores completions. Its reward is the part server."""
     model: MayChange[ModelPath | None] = None
     """Folder of a reward model (sequence classification, one label), run as the actor is. Its score is added."""
     model_weight: float = 1.0
@@ -74,7 +93,7 @@ class EvaluationConfig(HeldOutConfig):
     temperature: NonNegativeFloat = 0.0
     """0: the most likely answer; larger: sampled answers, with the same seeds in every evaluation."""
     function: FunctionName | dict[FunctionName, float] | None = None
-    """Scores held-out answers, with reward.timeout_s; null: reward.function and reward.model score them."""
+    """Scores held-out answers, with reward.timeout_s; null: those of reward score them."""
 
     @rule
     def _samples_differ(self) -> Iterator[str]:
@@ -260,6 +279,7 @@ class Config(RunConfig):
     def _reward_is_given(self) -> Iterator[str]:
         reward, filter_by = self.reward, self.algorithm.filter_by
         has_reward = reward.function is not None or reward.model is not None or self.data.task is not None
+        has_reward = has_reward or reward.server is not None
         has_reward = has_reward or self.environment is not None
         if not has_reward and self.algorithm.advantage != "none":
             yield "reward.function is needed: only reasoning-gym tasks and environments have their own scoring"
@@ -380,12 +400,12 @@ class Config(RunConfig):
     @property
     def function_weights(self) -> dict[str, float]:
         """Weights of reward functions by name. The task's own scoring counts if neither function nor model is given."""
-        function = self.reward.function
+        function, server = self.reward.function, self.reward.server
         if isinstance(function, str):
-            return {function: 1.0}
-        if function is None and self.reward.model is None and self.data.task is not None:
-            return {self.data.task: 1.0}
-        return function or {}
+            function = {function: 1.0}
+        if function is None and server is None and self.reward.model is None and self.data.task is not None:
+            function = {self.data.task: 1.0}
+        return (function or {}) | ({} if server is None else {SERVER_PART: server.weight})
 
     @property
     def roles(self) -> dict[str, Role]:

@@ -117,5 +117,8 @@ def _typed_entry(entry: str, info: SerializationInfo) -> str:
     return entry if _is_url(entry) else typed_path(entry, info)
 
 
+ServerUrl = Annotated[str, AfterValidator(check_server_url)]
+"""URL of a server."""
+
 ServerEntry = Annotated[str, Field(min_length=1), AfterValidator(_check_entry), PlainSerializer(_typed_entry)]
 """URL of a server, or path of a file with one URL per line."""

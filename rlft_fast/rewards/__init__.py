@@ -17,6 +17,7 @@ from rlft_fast.rewards.scoring import (
     compute_rewards,
     warn_of_missing_values,
 )
+from rlft_fast.rewards.served import ServerReward
 from rlft_fast.rewards.weighted import Parts, WeightedRewards, overlong_penalty, weighted_sum
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Parts",
     "RewardError",
     "RewardFunction",
+    "ServerReward",
     "WeightedRewards",
     "check_columns",
     "compute_rewards",

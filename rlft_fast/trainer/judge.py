@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import Config
+from rlft_fast.config import SERVER_PART, Config
 from rlft_fast.data import Batch, Samples
 from rlft_fast.engine import Engine
 from rlft_fast.errors import brief, without_panics
@@ -21,6 +21,8 @@ from rlft_fast.rewards import (
     IsolatedReward,
     Parts,
     RewardError,
+    RewardFunction,
+    ServerReward,
     WeightedRewards,
     check_columns,
     load_reward,
@@ -70,7 +72,9 @@ class Judge:
         """
         if config.evaluation is None or config.evaluation.function is None:
             return None
-        reward = config.reward.model_copy(update={"function": config.evaluation.function, "model": None})
+        reward = config.reward.model_copy(
+            update={"function": config.evaluation.function, "model": None, "server": None}
+        )
         return cls(config.model_copy(update={"reward": reward}), tokenizer, world)
 
     def score(self, prompts: Prompts, own: Samples) -> Samples:
@@ -309,10 +313,16 @@ class RewardModelScorer:
 def load_functions(config: Config) -> WeightedRewards:
     """The functions that the configuration names, loaded or with their workers."""
     reward, weights = config.reward, config.function_weights
+    specs = [name for name in weights if name != SERVER_PART or reward.server is None]
+    functions: dict[str, RewardFunction] = {}
     if reward.function is None:
-        return WeightedRewards({task: reasoning_gym_reward(task) for task in weights}, weights)
-    with naming_start(Path(config.output_dir)):
-        if reward.timeout_s is None:
-            return WeightedRewards({spec: load_reward(spec) for spec in weights}, weights)
-        isolated = {spec: IsolatedReward(spec, reward.timeout_s, reward.workers) for spec in weights}
-        return WeightedRewards(isolated, weights)
+        functions |= {task: reasoning_gym_reward(task) for task in specs}
+    else:
+        with naming_start(Path(config.output_dir)):
+            if reward.timeout_s is None:
+                functions |= {spec: load_reward(spec) for spec in specs}
+            else:
+                functions |= {spec: IsolatedReward(spec, reward.timeout_s, reward.workers) for spec in specs}
+    if (server := reward.server) is not None:
+        functions[SERVER_PART] = ServerReward(server.url, server.timeout_s, server.retries)
+    return WeightedRewards(functions, weights)

@@ -28,6 +28,7 @@ _MAY_CHANGE = {
     "critic": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch model",
     "reference": _OF_MODELS,
     "environment": "timeout_s",
+    "reward.server": "url timeout_s retries",
     "teacher": _OF_MODELS + "model",
     "evaluation": "path max_rows every",
     "checkpoint": "every max_num max_mem asynchronous best",
@@ -47,7 +48,14 @@ MAY_COME_AND_GO = {
 def with_every_section(section: type[Section]) -> Any:
     """The defaults with each section that is null by default, although some exclude each other."""
     fields = section.model_fields.items()
-    given = {"model": "m", "output_dir": "o", "steps": 3, "path": "data.jsonl", "name": "games:Guess"}
+    given = {
+        "model": "m",
+        "output_dir": "o",
+        "steps": 3,
+        "path": "data.jsonl",
+        "name": "games:Guess",
+        "url": "http://h:1",
+    }
     values: dict[str, Any] = {name: given[name] for name, field in fields if field.is_required() and name in given}
     inner = {name: with_every_section(own) for name, field in fields if (own := section_of(field.annotation))}
     return section.model_construct(**values | inner)
@@ -78,6 +86,7 @@ def another(value: Any, field: Any) -> Any:
         "filter",
         "torch.optim.SGD",
         "topk",
+        "http://h:2",
     ]
     mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}
     for other in (0.25, 1, 2, True, False, *words, *mappings, ("x",), ("wandb",), (0.5, 0.5)):

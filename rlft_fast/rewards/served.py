@@ -1,0 +1,132 @@
+"""A reward server: each sample is one HTTP request, so a failure costs its own sample."""
+
+import asyncio
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlft_fast.errors import brief
+from rlft_fast.rewards.scoring import FAILED, Text, is_reward
+
+TOKEN_VARIABLE = "REWARD_API_KEY"
+"""Environment variable with the token that the server wants, if it wants one."""
+
+_MOST_CONNECTIONS = 256
+_LONGEST_ANSWER = 1 << 20  # bytes
+_FIRST_PAUSE_S = 0.2  # before the first retry; each further pause is twice as long
+_NAMES = ("rewards", "reward", "scores", "score")
+
+
+class _TransientError(Exception):
+    """Asking again may help."""
+
+
+class ServerReward:
+    """A reward function that asks a server. It is called like a function, and is async.
+
+    The request is a POST of JSON with lists of one element, as OpenRLHF's ``remote_rm_url`` gets them: ``query``, which
+    is prompt and answer, ``prompts``, ``responses``, ``labels`` (the column answer, label or ground_truth), and all
+    columns as ``columns``. With ``reward.conversational`` prompts and responses are messages, and there is no query.
+    The answer is a number or null, alone, in a list, or in an object as rewards, reward, scores or score.
+
+    Args:
+        url: of the server.
+        timeout_s: seconds for one request, its wait for a connection included.
+        num_retries: further requests after a failed connection, a timeout, or a status 429 or 5xx.
+
+    Raises:
+        ValueError: aiohttp is not installed.
+    """
+
+    def __init__(self, url: str, timeout_s: float, num_retries: int) -> None:
+        try:
+            import aiohttp
+        except ModuleNotFoundError as error:
+            raise ValueError("reward.server needs `pip install aiohttp`") from error
+        self._http = aiohttp
+        self.url, self.timeout_s, self.num_retries = url, timeout_s, num_retries
+        self.__qualname__ = f"the server {url}"
+
+    async def __call__(
+        self,
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """B rewards, `FAILED` where the server gave none. A warning counts the failures and quotes the first."""
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+        session = self._http.ClientSession(
+            timeout=self._http.ClientTimeout(total=self.timeout_s),
+            connector=self._http.TCPConnector(limit=_MOST_CONNECTIONS),
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+        )
+        async with session:
+            bodies = [
+                _body(prompt, completion, {name: values[i] for name, values in columns.items()})
+                for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+            ]
+            answers = await asyncio.gather(*(self._reward(session, body) for body in bodies))
+        if failures := [answer for answer in answers if isinstance(answer, str)]:
+            warnings.warn(
+                f"{len(failures)} of {len(answers)} samples have no reward from {self.url}: {failures[0]}", stacklevel=2
+            )
+        return [FAILED if isinstance(answer, str) else answer for answer in answers]
+
+    async def _reward(self, session: Any, body: str) -> float | str | None:
+        """A reward, or the reason why there is none."""
+        pause = _FIRST_PAUSE_S
+        for left in reversed(range(self.num_retries + 1)):
+            try:
+                return _read(await self._ask(session, body))
+            except ValueError as error:
+                return brief(error)
+            except (_TransientError, TimeoutError, self._http.ClientError) as error:
+                if not left:
+                    late = isinstance(error, TimeoutError)
+                    return f"no answer within {self.timeout_s:g} s" if late else brief(error)
+                await asyncio.sleep(pause)
+                pause *= 2
+        raise AssertionError
+
+    async def _ask(self, session: Any, body: str) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        async with session.post(self.url, data=body, headers=headers, allow_redirects=False) as response:
+            if response.status == 429 or response.status >= 500:
+                raise _TransientError(f"it answers with status {response.status}")
+            if response.status != 200:
+                raise ValueError(f"it answers with status {response.status}")
+            content = b""
+            async for chunk in response.content.iter_any():
+                content += chunk
+                if len(content) > _LONGEST_ANSWER:
+                    raise ValueError(f"its answer has more than {_LONGEST_ANSWER} bytes")
+            return content
+
+
+def _body(prompt: Text, completion: Text, columns: Mapping[str, Any]) -> str:
+    label = next((columns[name] for name in ("answer", "label", "ground_truth") if name in columns), None)
+    asked: dict[str, Any] = {"prompts": [prompt], "responses": [completion], "labels": [label], "columns": columns}
+    if isinstance(prompt, str) and isinstance(completion, str):
+        asked["query"] = [prompt + completion]
+    return json.dumps(asked, default=str)
+
+
+def _read(content: bytes) -> float | None:
+    """The reward in an answer. Raises ValueError where there is none."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its answer is not JSON: {content[:80]!r}") from error
+    for _ in range(3):  # a list of an object with a list
+        if isinstance(found, list) and len(found) == 1:
+            found = found[0]
+        elif isinstance(found, dict) and (names := [name for name in _NAMES if name in found]):
+            found = found[names[0]]
+    if found is None:
+        return None
+    if isinstance(found, bool) or not is_reward(found):
+        raise ValueError(f"its answer is no reward: {content[:80]!r}")
+    return float(found)
