@@ -76,6 +76,16 @@ def test_the_run_of_torchrun(tiny_model, tmp_path):
     assert [path.name for path in (tmp_path / "ray" / "checkpoints" / "critic").iterdir()]
 
 
+def test_a_teacher_with_workers_of_its_own(tiny_model, tmp_path):
+    """Its likely ids come back in the order of the batch, bit for bit."""
+    teacher = {"model": str(tiny_model("qwen2")), "max_tokens": 64, "loss": "topk", "top_k": 4}
+    config = write(tmp_path, toy_values(tiny_model("llama"), tmp_path, steps=2, teacher=teacher))
+    train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))
+    apart = ["--cluster.teacher.num_workers", "2", "--output_dir", str(tmp_path / "ray")]
+    train(ALONE, config, *WORKERS, *apart)
+    same_runs(tmp_path / "torchrun", tmp_path / "ray")
+
+
 def test_either_continues_what_the_other_saved(tiny_model, tmp_path):
     """Also the estimates of a curriculum, and groups that stop early."""
     values = toy_values(tiny_model("llama"), tmp_path, **GRPO, **CURRICULUM, checkpoint={"every": 1})
