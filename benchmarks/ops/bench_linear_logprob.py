@@ -53,6 +53,7 @@ TASKS: dict[str, tuple[Task, dict[str, Callable[[], Way]]]] = {
     "frozen head": (frozen, ways.LOGPROB_WAYS),
     "PPO loss": (loss, ways.PPO_WAYS),
     "cross-entropy loss": (loss, ways.CROSS_ENTROPY_WAYS),
+    "distillation loss": (loss, ways.DISTILLATION_WAYS),
 }
 # "half ignored" runs the ways that leave rows out. "flat logits" runs ours alone, to show that the data do not matter.
 VARIATIONS: dict[str, tuple[Callable[[Problem, Problem], Problem], tuple[str, ...], tuple[str, ...]]] = {

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from benchmarks.ops.problems import make_inputs
 from benchmarks.support.harness import DEVICE
-from rlft_fast.ops import linear_logprob, linear_logprob_loss
+from rlft_fast.ops import TopLogprob, linear_logprob, linear_logprob_loss, top_logprob
 
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 IGNORE_INDEX = -100
@@ -239,6 +239,34 @@ def _load_liger_grpo() -> Way:
         )[0]  # fmt: skip
 
     return way
+
+
+# ---- the loss of a distillation -----------------------------------------------------------------------------------
+
+TOP_K = 64
+
+
+@cache
+def _likely(hidden: Tensor, weight: Tensor, target: Tensor) -> TopLogprob:
+    """The most likely ids of a teacher whose head differs from the student's."""
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)).to(weight)
+    return top_logprob(hidden.detach(), weight.detach() + 0.1 * weight.std() * noise, target, TOP_K)
+
+
+def _our_distillation(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+    likely = _likely(problem.hidden_TD, problem.weight_VD, problem.target_T)
+    how = {"active_index": _active_index(problem.target_T), "ids_TK": likely.ids}
+    loss = lambda _, entropy, ids_logprob, q_logprob: -(q_logprob.exp() * ids_logprob).sum(-1)  # noqa: E731
+    return linear_logprob_loss(hidden, weight, problem.target_T, loss, likely.ids_logprob, **how).loss
+
+
+def _eager_distillation(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+    likely = _likely(problem.hidden_TD, problem.weight_VD, problem.target_T)
+    ids_logprob = torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, likely.ids)
+    return -(likely.ids_logprob.exp() * ids_logprob).sum()
+
+
+DISTILLATION_WAYS: dict[str, Callable[[], Way]] = {OURS: lambda: _our_distillation, EAGER: lambda: _eager_distillation}
 
 
 # ---- the cross-entropy loss ---------------------------------------------------------------------------------------
