@@ -23,7 +23,7 @@ from rlft_fast.world import write_at_once
 
 _SHOWN = (
     "train_loss", "pair_accuracy", "held_out_loss", "held_out_pair_accuracy", "reward_mean", "accuracy", "approx_kl",
-    "ref_kl", "teacher_kl", "clip_share", "tokens_per_second",
+    "ref_kl", "teacher_kl", "teacher_divergence", "clip_share", "tokens_per_second",
 )  # fmt: skip
 # For trackers. torchrun waits for a process 30 s in all after a signal and after the failure of another process.
 _SECONDS_AT_THE_END, _SECONDS_AFTER_A_FAILURE = 30.0, 5.0

@@ -23,6 +23,7 @@ PANELS = {
     "held_out_pair_accuracy": "Pairs in the right order, held-out",
     "ref_kl": "KL from the initial model",
     "teacher_kl": "KL from the teacher",
+    "teacher_divergence": "KL of the teacher from the model",
     "approx_kl": "KL of an update",
     "entropy": "Entropy [nats/token]",
     "completion_length_mean": "Completion length [tokens]",

@@ -8,7 +8,7 @@ from rlft_fast.config import ConfigError
 from rlft_fast.rl import top_k_divergence
 from rlft_fast.trainer import RowsTrainer, train
 from tests.support.tiny_models import save_tiny_model
-from tests.trainer.supervised.rows import encode, sft_config, texts
+from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, sft_config, texts
 from tests.trainer.toy import comparable, read_lines
 
 
@@ -58,6 +58,15 @@ def test_the_first_step_is_that_of_plain_transformers(tiny_model, teacher, tmp_p
         loss.backward()
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain[config.model].parameters()])
         assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes_learn_what_one_learns(tiny_model, teacher, tmp_path):
+    """A large eps makes the step nearly proportional to the gradient, which shows how far gradients are apart."""
+    options = {"actor__optimizer__eps": 1.0, "teacher__model": str(teacher), "teacher__weight": 2.0}
+    configs = [sft_config(tiny_model("llama"), tmp_path / name, **options) for name in ("one", "two")]
+    assert_two_learn_what_one_learns(configs, least_movement=1e-3, tolerance=1e-5)
 
 
 def test_a_run_learns_from_its_teacher_and_resumes_with_the_same_bits(tiny_model, teacher, tmp_path):
