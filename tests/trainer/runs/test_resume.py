@@ -277,7 +277,7 @@ def test_an_evaluation_that_is_new_when_resuming_is_of_that_step(tmp_path):
 def stop_together(rank: int, folder: Path) -> None:
     """A signal on the second process alone, and under torchrun in a step, which both leave; then resumed."""
 
-    def run(name: str, strikes: Strikes | None = None, *, resume: bool = False) -> None:
+    def run(name: str, strikes: Strikes | None = None, *, resume: bool | str = False) -> None:
         trainer = CountingTrainer(counting_config(folder / name), strikes if rank else None)
         with without_matplotlib():
             Run(trainer).run(resume)
@@ -288,6 +288,10 @@ def stop_together(rank: int, folder: Path) -> None:
         assert checkpoints(folder / name)[-1] == "step_00000005"
 
     run("whole")
+    run("back")
+    run("back", resume="step_3")
+    with pytest.raises(ValueError, match="there is no checkpoint step_4"):
+        run("back", resume="step_4")
     stopped("finished", ("train_step", 4))
     os.environ["TORCHELASTIC_RUN_ID"] = "as under torchrun"
     stopped("left", ("train_step", 5))
@@ -297,9 +301,9 @@ def stop_together(rank: int, folder: Path) -> None:
 
 @pytest.mark.dist
 def test_two_processes_stop_together(tmp_path):
-    for name in ("whole", "finished", "left"):
+    for name in ("whole", "back", "finished", "left"):
         counting_config(tmp_path / name)  # writes the data
     run_distributed(stop_together, 2, tmp_path)
-    results = [result_of(tmp_path / name) for name in ("whole", "finished", "left")]
-    assert results[0] == results[1] == results[2]
+    results = [result_of(tmp_path / name) for name in ("whole", "finished", "left", "back")]
+    assert results[0] == results[1] == results[2] == results[3] == result_of(tmp_path / "back", "run/later.1")
     assert len(read_lines(tmp_path / "whole" / "run" / "samples.jsonl")) == 15  # from one of the processes
