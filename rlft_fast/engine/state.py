@@ -221,8 +221,8 @@ class EngineState:
             tag: tells the line from other lines.
 
         Returns:
-            Bytes of ``weights``, ``gradients`` and ``optimizer`` on the device. On a GPU also of all tensors
-            (``allocated``), at the peak (``peak``), and of what the process keeps (``reserved``).
+            Bytes of ``weights``, ``gradients`` and ``optimizer`` on the device. On a GPU also of all tensors, now
+            (``allocated``) and at the peak (``peak``).
         """
         states = () if self.optimizer is None else self.optimizer.state.values()
         own = {
@@ -234,7 +234,6 @@ class EngineState:
         if self.device.type == "cuda":
             found["allocated"] = torch.cuda.memory_allocated(self.device)
             found["peak"] = torch.cuda.max_memory_allocated(self.device)
-            found["reserved"] = torch.cuda.memory_reserved(self.device)
         if self.world.is_first:
             print(f"{tag}: " + ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in found.items()), flush=True)
         return found
