@@ -50,7 +50,7 @@ def test_two_processes(reward_model, tmp_path):
 
 
 def test_only_reward_models_score(reward_model, tiny_model):
-    with pytest.raises(ValueError, match="a logprob head gives logprob, .*, not score"):
+    with pytest.raises(ValueError, match=r"a logprob head gives logprob, .*, not score"):
         make_engine(tiny_model("llama")).score(random_batch())
     with pytest.raises(ValueError, match=r"is LlamaForCausalLM .*: a reward model must be"):
         make_scorer(tiny_model("llama"))
