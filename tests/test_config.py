@@ -79,10 +79,10 @@ def test_a_name_on_the_hub_is_the_folder_in_the_cache(tmp_path, monkeypatch):
 
 def test_resolved_yaml_holds_every_key():
     played = MINIMAL | {"environment": {"name": "games:Guess"}}
-    served = MINIMAL | {"reward": {"server": {"url": "http://h:1"}}}
+    served = MINIMAL | {"reward": {"server": {"url": "http://h:1"}}, "profile": {"steps": [1]}}
     all_values = FULL, LORA, played, served
     full, lora, episodes, scored = (yaml.safe_load(Config.parse(values).to_yaml()) for values in all_values)
-    others = {"actor.lora": lora, "environment": episodes, "reward.server": scored}
+    others = {"actor.lora": lora, "environment": episodes, "reward.server": scored, "profile": scored}
     for key, _ in sections(Config):
         value = next((own for prefix, own in others.items() if key.startswith(prefix)), full)
         for part in key.split("."):

@@ -43,7 +43,7 @@ from rlft_fast.config.supervised import (
     TaughtConfig,
     TaughtDataConfig,
 )
-from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, run_roles
+from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, ProfileConfig, RowsConfig, RunConfig, run_roles
 
 __all__ = [
     "HUB",
@@ -72,6 +72,7 @@ __all__ = [
     "PairConfig",
     "PairDataConfig",
     "PreferenceConfig",
+    "ProfileConfig",
     "RewardConfig",
     "RewardDataConfig",
     "RewardModelConfig",

@@ -141,6 +141,15 @@ class CheckpointConfig(Section):
 TrackerName = Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"]
 
 
+class ProfileConfig(Section):
+    """Traces by torch's profiler, in the folder profile of output_dir. ui.perfetto.dev opens them."""
+
+    steps: MayChange[tuple[PositiveInt, ...]]
+    """Numbers of the steps to trace, from 1 as in metrics.jsonl. A trace of a step may have hundreds of MB."""
+    ranks: MayChange[tuple[NonNegativeInt, ...]] = (0,)
+    """Processes that trace, from 0."""
+
+
 class RunConfig(Section):
     """What a run of any objective has. Each objective is a subclass, see `rlft_fast.config.OBJECTIVES`."""
 
@@ -156,6 +165,8 @@ class RunConfig(Section):
     """Seed of every random choice, such as the order of the data."""
     timeout_minutes: MayChange[Annotated[PositiveFloat, Field(le=525_600)]] = 30
     """Minutes that a process waits for another before the run ends with an error that names the missing process."""
+    profile: MayChange[ProfileConfig | None] = None
+    """Traces of chosen steps."""
 
     if TYPE_CHECKING:  # every objective has them, among its own keys
         data: RowsConfig
@@ -168,6 +179,11 @@ class RunConfig(Section):
     def for_device(self, device_type: str) -> Self:
         """With `ModelConfig.for_device` of each model."""
         return self.model_copy(update={"actor": self.actor.for_device(device_type)})
+
+    @rule
+    def _profiled_here(self) -> Iterator[str]:
+        if self.profile is not None and self.cluster is not None:
+            yield "profile traces the processes of torchrun, and the run has a cluster section: leave one of them out"
 
     @rule
     def _best_is_evaluated(self) -> Iterator[str]:

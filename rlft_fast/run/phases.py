@@ -39,7 +39,8 @@ class Phases:
         """A phase, or another part of it."""
         self._peak.restart() if self.elsewhere is None else self.elsewhere()
         started = time.perf_counter()
-        yield
+        with torch.profiler.record_function(name):  # in a trace of the step
+            yield
         seconds = time.perf_counter() - started
         took = TotalUsage(self._peak.measure(), seconds) if self.elsewhere is None else self.elsewhere()
         self._add_seconds(name, took.seconds)

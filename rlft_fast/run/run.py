@@ -25,6 +25,7 @@ from rlft_fast.run.going_back import keep_later
 from rlft_fast.run.lock import locked
 from rlft_fast.run.log import RunLog
 from rlft_fast.run.plot import plot_runs
+from rlft_fast.run.profile import profiled
 from rlft_fast.run.progress import Progress, measure_of_best
 from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
 from rlft_fast.run.tokens import write_tokens
@@ -215,7 +216,8 @@ class Run:
         self._evaluate_if_due()  # the judge may have failed at it, and the run goes on from there
         while progress.step < config.steps:
             STOP.raise_if_asked(self.world)
-            result = self.trainer.train_step(progress.step, progress.num_prompts)
+            with profiled(config.profile, self.directory, progress.step + 1, self.world):
+                result = self.trainer.train_step(progress.step, progress.num_prompts)
             progress.add_step(result.metrics, result.num_prompts)
             progress.trainer = self.trainer.state()
             STOP.can_leave = self.is_hurried

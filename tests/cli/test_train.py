@@ -150,7 +150,7 @@ def test_help_of_an_unknown_section(capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["train", "--help", "rolout"])
     assert exit_info.value.code == 2
-    assert "there is no section rolout: give one of data, reward, reward.server, " in capsys.readouterr().err
+    assert "there is no section rolout: give one of profile, data, reward, " in capsys.readouterr().err
 
 
 @pytest.fixture

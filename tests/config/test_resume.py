@@ -7,15 +7,16 @@ from typing import Annotated, Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from rlft_fast.config import Config, Section, changed_settings, fixed_settings, section_of, sections
+from rlft_fast.config import Config, ProfileConfig, Section, changed_settings, fixed_settings, section_of, sections
 
 # Where and how fast a run computes, how long it goes on, and what it writes. Contents of models and data are compared
 # by checksum, wherever their folders are.
 _OF_MODELS = """
     max_tokens shard_size reshard_after_forward wrap sequence_parallel compile cpu_offload offload_between_phases
-    workspace_mib
+    workspace_mib micro_batch_size
 """
 _MAY_CHANGE = {
+    "profile": "steps ranks",
     "": "model output_dir steps timeout_minutes log log_texts log_tokens_mib",
     "data": "path max_rows",
     "reward": "model timeout_s workers",
@@ -40,8 +41,8 @@ _MAY_CHANGE = {
 }
 MAY_CHANGE = {f"{section}.{key}".removeprefix(".") for section, keys in _MAY_CHANGE.items() for key in keys.split()}
 MAY_COME_AND_GO = {
-    "reference", "evaluation", "cluster", "cluster.critic", "cluster.reference", "cluster.teacher", "cluster.reward",
-    "cluster.generators",
+    "profile", "reference", "evaluation", "cluster", "cluster.critic", "cluster.reference", "cluster.teacher",
+    "cluster.reward", "cluster.generators",
 }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def with_every_section(section: type[Section]) -> Any:
     given = {
         "model": "m",
         "output_dir": "o",
-        "steps": 3,
+        "steps": (3,) if section is ProfileConfig else 3,
         "path": "data.jsonl",
         "name": "games:Guess",
         "url": "http://h:1",
@@ -89,7 +90,7 @@ def another(value: Any, field: Any) -> Any:
         "http://h:2",
     ]
     mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}
-    for other in (0.25, 1, 2, True, False, *words, *mappings, ("x",), ("wandb",), (0.5, 0.5)):
+    for other in (0.25, 1, 2, True, False, *words, *mappings, ("x",), ("wandb",), (0.5, 0.5), (1,)):
         with suppress(ValidationError):
             if (taken := adapter.validate_python(other, strict=not isinstance(other, tuple))) != value:
                 return taken
