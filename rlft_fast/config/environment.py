@@ -1,10 +1,11 @@
 """What answers the policy, turn by turn."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from rlft_fast.config.base import Section
+from rlft_fast.config.base import Section, rule
 from rlft_fast.config.paths import FunctionName
 from rlft_fast.config.resume import MayChange
 
@@ -12,8 +13,11 @@ from rlft_fast.config.resume import MayChange
 class EnvironmentConfig(Section):
     """An environment, which answers the policy's messages until an episode ends."""
 
-    name: FunctionName
-    """module:Class or file.py:Class, with reset and step, or with tools as TRL's environment_factory takes it."""
+    name: FunctionName | None = None
+    """module:Class or file.py:Class, with reset and step, or with tools as TRL's environment_factory takes it; or
+    gymnasium:ID, textarena:ID, reasoning_gym:TASK, openenv:URL."""
+    tools: list[FunctionName] = Field(default=[])
+    """Functions that the policy may call, each module:function or file.py:function, instead of a class."""
     options: dict[str, Any] = Field(default={})
     """Arguments of the class."""
     max_turns: PositiveInt = 8
@@ -22,3 +26,10 @@ class EnvironmentConfig(Section):
     """Seconds for one call of the environment. An episode over time or crashed is left out."""
     max_result_characters: PositiveInt = 4000
     """Most characters of a message of the environment's; the rest is left out."""
+
+    @rule
+    def _one_source(self) -> Iterator[str]:
+        if (self.name is None) == (not self.tools):
+            yield "give either name (a class) or tools (functions), not both"
+        if self.tools and self.options:
+            yield "options are arguments of the class that name gives: leave them out"

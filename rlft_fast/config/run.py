@@ -280,7 +280,7 @@ class Config(RunConfig):
         reward, filter_by = self.reward, self.algorithm.filter_by
         has_reward = reward.function is not None or reward.model is not None or self.data.task is not None
         has_reward = has_reward or reward.server is not None
-        has_reward = has_reward or self.environment is not None
+        has_reward = has_reward or (self.environment is not None and self.environment.name is not None)
         if not has_reward and self.algorithm.advantage != "none":
             yield "reward.function is needed: only reasoning-gym tasks and environments have their own scoring"
         if not has_reward and self.evaluation is not None and self.evaluation.function is None:

@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 from rlft_fast.errors import brief
@@ -103,12 +104,31 @@ def find_doors(spec: str, kind: Any, options: Mapping[str, Any], columns: Sequen
     except TypeError as error:
         raise ValueError(f"reset of {spec} cannot be called with the columns {columns} of a row: {error}") from None
     if described is not None:
-        names = {tool["function"]["name"] for tool in described}
-        return Doors(lambda: ToolDoor(kind(**options), names), described)
+        return Doors(lambda: ToolDoor(kind(**options), _names(described)), described)
     tools = getattr(kind, "tools", None)
     if not isinstance(tools, (list, tuple)):  # its instances may have them
         tools = getattr(kind(**options), "tools", None) or ()
     return Doors(lambda: MessageDoor(kind(**options)), [*tools])
+
+
+def find_tools(functions: Mapping[str, Callable[..., Any]]) -> Doors:
+    """How functions are used as tools, which the policy may call.
+
+    Args:
+        functions: by the names that messages have.
+
+    Raises:
+        ValueError: two functions have the same name, or one has no hints or no docstring.
+    """
+    described = [_described(spec, function) for spec, function in functions.items()]
+    own = dict(zip((tool["function"]["name"] for tool in described), functions.values(), strict=True))
+    if len(own) < len(functions):
+        raise ValueError(f"two of the tools {', '.join(functions)} have the same name: rename one of them")
+    return Doors(lambda: ToolDoor(SimpleNamespace(reset=lambda **row: None, **own), _names(described)), described)
+
+
+def _names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {tool["function"]["name"] for tool in tools}
 
 
 class _OwnDoor:
@@ -178,8 +198,6 @@ _SHOWN = 200  # characters of a value in a message
 
 
 def _tools_of(kind: Any) -> list[dict[str, Any]]:
-    from transformers.utils import get_json_schema
-
     methods = inspect.getmembers(kind, inspect.isfunction)
     names = [name for name, _ in methods if not name.startswith("_") and name not in _NO_TOOLS]
     if not names:
@@ -187,17 +205,19 @@ def _tools_of(kind: Any) -> list[dict[str, Any]]:
             f"the environment {kind.__qualname__} has neither a method step nor a public method that the policy can "
             "call as a tool"
         )
-    tools = []
-    for name in names:
-        method = getattr(kind, name)
-        try:
-            tools.append(get_json_schema(_without_self(method)))
-        except Exception as error:
-            raise ValueError(
-                f"the tool {kind.__qualname__}.{name} cannot be described to the policy ({error}): give every argument "
-                "a type hint, and a line in the docstring's section Args"
-            ) from error
-    return tools
+    return [_described(f"{kind.__qualname__}.{name}", _without_self(getattr(kind, name))) for name in names]
+
+
+def _described(shown: str, function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(function)
+    except Exception as error:
+        raise ValueError(
+            f"the tool {shown} cannot be described to the policy ({error}): give every argument a type hint, and a "
+            "line in the docstring's section Args"
+        ) from error
 
 
 def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,6 +249,15 @@ def _messages(value: Any) -> list[Message]:
             f"got {brief(repr(value), _SHOWN)}, expected messages such as {{'role': 'user', 'content': '...'}}"
         )
     return [*value]
+
+
+def opening_words(observation: Any, prompt: Any) -> str | None:
+    """What ``reset`` returns for the first observation: words at the end of the prompt, which any template takes."""
+    if observation is None or observation == "":
+        return None
+    words = observation if isinstance(observation, str) else json.dumps(observation, default=str)
+    is_empty = not prompt or prompt[-1].get("content") == ""
+    return words if is_empty else f"\n\n{words}"
 
 
 def _error(text: str) -> str:

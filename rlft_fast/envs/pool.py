@@ -28,13 +28,14 @@ class EnvironmentPool:
     """Environments of one class, each episode in a process of its own.
 
     Args:
-        spec: module:Class, or path/to/file.py:Class.
+        spec: module:Class, path/to/file.py:Class, or a name such as gymnasium:ID; or functions that are tools.
         options: arguments of the class.
         columns: names of the columns that ``reset`` gets.
         timeout_s: seconds for one call of an environment.
         most_characters: of the content of a message; the rest is left out.
 
     Attributes:
+        name: for messages.
         tools: JSON schemas of the tools that the policy may call.
 
     Raises:
@@ -42,10 +43,11 @@ class EnvironmentPool:
     """
 
     def __init__(
-        self, spec: str, options: Mapping[str, Any], columns: Sequence[str], timeout_s: float, most_characters: int
-    ) -> None:
-        self.spec, self.timeout_s = spec, timeout_s
-        self._arguments = (spec, dict(options), [*columns], most_characters)
+        self, spec: str | Sequence[str], options: Mapping[str, Any], columns: Sequence[str], timeout_s: float,
+        most_characters: int,
+    ) -> None:  # fmt: skip
+        self.name, self.timeout_s = _name_of(spec), timeout_s
+        self._arguments = (spec if isinstance(spec, str) else [*spec], dict(options), [*columns], most_characters)
         self._worker: _Worker | None = None
         self._episodes: dict[int, _Episode] = {}
         self._next = 0
@@ -111,7 +113,7 @@ class EnvironmentPool:
             except OSError:
                 self._worker.kill()
                 self._worker = None
-        raise RuntimeError(f"the worker process of the environment {self.spec} ends as soon as it starts")
+        raise RuntimeError(f"the worker process of the environment {self.name} ends as soon as it starts")
 
     def _kill(self, number: int) -> None:
         episode = self._episodes.pop(number)
@@ -189,6 +191,10 @@ class _Episode:
         return _checked(answer, keys)
 
 
+def _name_of(spec: str | Sequence[str]) -> str:
+    return spec if isinstance(spec, str) else ", ".join(spec)
+
+
 def _checked(answer: Any, keys: tuple[str, ...]) -> Answer:
     """The answer, if `serve` can have sent it: the environment can write to the socket, too."""
     if isinstance(answer, dict) and isinstance(failure := answer.get("failure"), str):
@@ -215,19 +221,20 @@ def _is_message(message: Any) -> bool:
 class _Worker(WorkerProcess):
     """The process that forks episodes."""
 
-    def __init__(self, spec: str, options: dict[str, Any], columns: list[str], most_characters: int) -> None:
-        super().__init__(serve, spec, options, columns, most_characters)
+    def __init__(self, spec: str | list[str], options: dict[str, Any], columns: list[str], most: int) -> None:
+        name = _name_of(spec)
+        super().__init__(serve, spec, options, columns, most)
         self.control = socket.socket(fileno=socket.dup(self.connection.fileno()))
         self.control.settimeout(_CONTROL_S)
         try:
             if not self.connection.poll(_START_S):
-                raise ValueError(f"the environment {spec} was not imported within {_START_S:g} s")
+                raise ValueError(f"the environment {name} was not imported within {_START_S:g} s")
             answer = json.loads(self.connection.recv_bytes(_LONGEST_ANSWER))
             if "failure" in answer:
-                raise ValueError(f"environment.name is {spec}, which cannot be used: {answer['failure']}")
+                raise ValueError(f"the environment is {name}, which cannot be used: {answer['failure']}")
         except EOFError:
             self.kill()
-            raise ValueError(f"the environment {spec} ends its process while it is imported") from None
+            raise ValueError(f"the environment {name} ends its process while it is imported") from None
         except BaseException:
             self.kill()
             raise

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from rlft_fast.envs.doors import Door, Message, find_doors
+from rlft_fast.envs.doors import Door, Doors, Message, find_doors, find_tools
+from rlft_fast.envs.libraries import find_library
 from rlft_fast.isolation import outlive_requests_to_stop
 from rlft_fast.plugins import load_function
 
@@ -24,14 +25,16 @@ FORK, KILL = b"f", b"k"
 PID = struct.Struct("!q")
 
 
-def serve(spec: str, options: Mapping[str, Any], columns: list[str], most_characters: int, control: Connection) -> None:
+def serve(
+    spec: str | list[str], options: Mapping[str, Any], columns: list[str], most_characters: int, control: Connection
+) -> None:
     """Main loop of the worker.
 
     Of the environment's code it runs the import of its module, and the constructor where a class with ``step`` has no
     list ``tools``.
 
     Args:
-        spec: module:Class or file.py:Class.
+        spec: module:Class, file.py:Class or a name of `find_library`; or functions that are tools.
         options: arguments of the class.
         columns: names of the columns of a row.
         most_characters: of a message's content; the rest is left out.
@@ -40,7 +43,7 @@ def serve(spec: str, options: Mapping[str, Any], columns: list[str], most_charac
     os.setsid()  # the terminal's signals do not reach it
     outlive_requests_to_stop()
     try:
-        doors = find_doors(spec, load_function("environment", spec), options, columns)
+        doors = _find(spec, options, columns)
     except BaseException as error:  # the module's code may also raise SystemExit
         control.send_bytes(json.dumps({"failure": f"{type(error).__name__}: {error}"[:2000]}).encode())
         return
@@ -61,6 +64,12 @@ def serve(spec: str, options: Mapping[str, Any], columns: list[str], most_charac
                 _run(files[0], doors.open, most_characters)
             os.close(files[0])
             asked.sendall(PID.pack(pid))
+
+
+def _find(spec: str | list[str], options: Mapping[str, Any], columns: list[str]) -> Doors:
+    if isinstance(spec, list):
+        return find_tools({name: load_function("tool", name) for name in spec})
+    return find_doors(spec, find_library(spec) or load_function("environment", spec), options, columns)
 
 
 def _kill(pid: int) -> None:

@@ -125,3 +125,17 @@ class Parrot:
 
     def step(self, message: dict[str, Any]) -> tuple[str, None, bool]:
         return message["content"], None, False
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: a number
+        b: another
+    """
+    return a + b
+
+
+def bare(a):
+    return a

@@ -14,8 +14,11 @@ HERE = Path(__file__).with_name("players.py")
 def pool():
     pools = []
 
-    def make(name: str, timeout_s: float = 10.0, columns: tuple[str, ...] = ("prompt", "answer"), **options):
-        pools.append(EnvironmentPool(f"{HERE}:{name}", options, columns, timeout_s, 100))
+    def make(
+        name: str | list[str], timeout_s: float = 10.0, columns: tuple[str, ...] = ("prompt", "answer"), **options
+    ):
+        spec = name if ":" in name or isinstance(name, list) else f"{HERE}:{name}"
+        pools.append(EnvironmentPool(spec, options, columns, timeout_s, 100))
         return pools[-1]
 
     yield make

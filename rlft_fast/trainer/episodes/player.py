@@ -129,7 +129,7 @@ class EpisodePlayer:
         self.config, self.tokenizer = config, tokenizer
         self._ends = frozenset(end_token_ids)
         self.pool = EnvironmentPool(
-            config.name, config.options, columns, config.timeout_s, config.max_result_characters
+            config.name or config.tools, config.options, columns, config.timeout_s, config.max_result_characters
         )
         try:
             self._suffixes = choose_suffixes(tokenizer, self.pool.tools, end_token_ids)
@@ -314,7 +314,7 @@ class EpisodePlayer:
         if failures := [episode.failure for episode in episodes if episode.failure is not None]:
             warnings.warn(
                 f"{len(failures)} of {len(episodes)} episodes have no reward, because the environment "
-                f"{self.config.name} failed: {failures[0]}",
+                f"{self.pool.name} failed: {failures[0]}",
                 stacklevel=2,
             )
 
