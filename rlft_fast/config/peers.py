@@ -17,6 +17,7 @@ _NAMES = {
     "reward.function": "reward_funcs custom_reward_function agent_func_path",
     "reward.server.url": "remote_rm_url",
     "reward.model": "reward_model reward_pretrain",
+    "reward.clip": "reward_clip_range reward_clip",
     "reward.overlong_buffer": "overlong_buffer_len",
     "reward.overlong_penalty": "overlong_penalty_factor",
     "rollout.backend": "use_vllm",

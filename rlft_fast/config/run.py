@@ -75,12 +75,19 @@ class RewardConfig(Section):
     """Functions get messages instead of texts where prompts have a chat template, as TRL's conversational ones do."""
     keep_special_tokens: bool = False
     """Functions and reward models see special tokens in the texts of answers, apart from the end token."""
+    clip: tuple[float, float] | None = None
+    """Lowest and highest reward: rewards beyond are set to them, before penalties. Evaluation ignores it."""
     truncation_penalty: NonNegativeFloat = 0.0
     """Subtracted from the reward of a sample cut off at max_new_tokens. Evaluation ignores it."""
     overlong_buffer: NonNegativeInt = 0
     """Over so many last tokens before max_new_tokens, overlong_penalty rises linearly from 0. Evaluation ignores it."""
     overlong_penalty: NonNegativeFloat = 1.0
     """Subtracted from the reward at the end of overlong_buffer."""
+
+    @rule
+    def _bounds_have_an_order(self) -> Iterator[str]:
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            yield f"clip is [{self.clip[0]:g}, {self.clip[1]:g}], expected the lowest reward before the highest"
 
 
 class EvaluationConfig(HeldOutConfig):

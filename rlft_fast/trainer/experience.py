@@ -83,10 +83,14 @@ def _numbers(values: Sequence[float | None]) -> Tensor:
 
 
 def penalize_length(samples: Samples, config: RewardConfig, max_new_tokens: int) -> Samples:
-    """The samples with the penalties for reaching the limit of tokens, or coming near it, taken from their rewards.
+    """The samples with rewards in their bounds, from which penalties are taken for reaching the limit of tokens.
+
+    Coming near the limit has a penalty, too.
 
     The penalty is also a part of the reward, "length", which is negative or 0.
     """
+    if config.clip is not None:
+        samples = samples.replace(reward_B=samples.reward_B.clamp(*config.clip))  # NaN stays
     if not (config.truncation_penalty or config.overlong_buffer):
         return samples
     near = [

@@ -136,6 +136,16 @@ def test_penalty_takes_from_what_was_cut_off():
     assert_same(penalize_length(SAMPLES, RewardConfig(), 8), SAMPLES)
 
 
+def test_rewards_are_clipped_before_they_are_penalized():
+    before = rewards_of(SAMPLES)
+    clipped = penalize_length(SAMPLES, RewardConfig(clip=(0.2, 0.6)), 8)
+    assert rewards_of(clipped) == [None if x is None else pytest.approx(min(max(x, 0.2), 0.6)) for x in before]
+    both = penalize_length(SAMPLES, RewardConfig(clip=(0.2, 0.6), truncation_penalty=0.25), 8)
+    assert min(x for x in rewards_of(both) if x is not None) == pytest.approx(0.2 - 0.25)
+    with pytest.raises(ValueError, match=r"clip is \[1, 0\], expected the lowest reward before the highest"):
+        RewardConfig(clip=(1.0, 0.0))
+
+
 def test_coming_near_the_limit_costs_in_proportion():
     # Lengths 3, of which the policy sampled 2, then 1, 2, 1 and 2 of 3, the last two of which are the buffer.
     config = RewardConfig(overlong_buffer=2, overlong_penalty=0.5)
