@@ -2,7 +2,6 @@
 
 import re
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from rlft_fast.config import EngineConfig, LoraConfig, OptimizerConfig
 from rlft_fast.engine import CheckpointManager, FSDPEngine
 from rlft_fast.world import World
 from tests.engine.reference import policy_loss, random_batch
-from tests.support.distributed import run_distributed
 
 STEPS = 4
 
@@ -109,7 +107,8 @@ def test_it_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(again).items())
 
 
-def check_two(rank: int, folder: Path) -> None:
+def check_two(rank: int) -> None:
+    """On two processes, see `tests.engine.sharding.test_distributed_engine`."""
     module, noisy, noise = made()
     engine = FSDPEngine.from_module(module, config(), num_training_steps=STEPS)
     assert "Sequential" in engine.units
@@ -117,11 +116,6 @@ def check_two(rank: int, folder: Path) -> None:
     other = Denoiser() if rank else made()[0]
     with pytest.raises(ValueError, match="checksum of the module's weights"):
         FSDPEngine.from_module(other, config(), num_training_steps=STEPS)
-
-
-@pytest.mark.dist
-def test_two_processes_shard_a_module_of_ones_own(tmp_path):
-    run_distributed(check_two, 2, tmp_path)
 
 
 def test_bfloat16_weights_have_masters():

@@ -16,6 +16,7 @@ from rlft_fast.rollout import Completion, NonFiniteLogitsError, Request, Rollout
 from rlft_fast.world import World
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
+from tests.engine.test_from_module import check_two
 from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
@@ -151,9 +152,10 @@ def check_other_optimizers(rank: int, path: Path, folder: Path) -> None:
         two_steps(path, "Adafactor")
 
 
-def check_steps_and_optimizers(rank: int, path: Path, other: Path, output: Path, saved: Path) -> None:
+def check_steps_optimizers_and_a_module(rank: int, path: Path, other: Path, output: Path, saved: Path) -> None:
     check_steps(rank, path, output)
     check_other_optimizers(rank, other, saved)
+    check_two(rank)
 
 
 def test_steps_and_export_on_two_processes(tiny_model, tmp_path):
@@ -164,7 +166,9 @@ def test_steps_and_export_on_two_processes(tiny_model, tmp_path):
         torch.save(reference.weights(engine), saved / f"{name}.pt")
         torch.save(engine.state_tensors(), saved / f"{name} state.pt")
         CheckpointManager(saved / name).save(2, {"actor": engine}, {})
-    run_distributed(check_steps_and_optimizers, 2, tiny_model("qwen2-tied"), tiny_model("llama"), export, saved)
+    run_distributed(
+        check_steps_optimizers_and_a_module, 2, tiny_model("qwen2-tied"), tiny_model("llama"), export, saved
+    )
     AutoModelForCausalLM.from_pretrained(export)
     logprob_T, _ = reference.plain_logprob_and_entropy(export, random_batch())
     for rank in range(2):
