@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 SECONDS = 1.5  # of CPU time for one conversation; templates take milliseconds
@@ -77,11 +76,11 @@ def _at_most(seconds: float) -> Iterator[None]:
 @contextmanager
 def _memory_limited(num_bytes: int | None) -> Iterator[None]:
     """Raises MemoryError where the process would take `num_bytes` more than it has; None: nothing is limited."""
-    if num_bytes is None or not (own := Path("/proc/self/statm")).is_file():  # systems other than Linux have none
+    if num_bytes is None or (own_bytes := _own_bytes()) is None:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = int(own.read_text().split()[0]) * resource.getpagesize() + num_bytes
+    most = own_bytes + num_bytes
     finite = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(finite), hard))
     try:
@@ -90,3 +89,12 @@ def _memory_limited(num_bytes: int | None) -> Iterator[None]:
         raise MemoryError(f"it takes more than {num_bytes >> 30} GiB of memory") from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _own_bytes() -> int | None:
+    """Size of the process; None on systems other than Linux. Read for each conversation, in which Path is too slow."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read(64).split()[0]) * resource.getpagesize()
+    except FileNotFoundError:
+        return None
