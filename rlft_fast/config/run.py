@@ -100,7 +100,7 @@ class EvaluationConfig(HeldOutConfig):
     temperature: NonNegativeFloat = 0.0
     """0: the most likely answer; larger: sampled answers, with the same seeds in every evaluation."""
     function: FunctionName | dict[FunctionName, float] | None = None
-    """Scores held-out answers, with reward.timeout_s; null: those of reward score them."""
+    """Scores held-out answers in place of reward and environment, with reward.timeout_s; null: these score them."""
 
     @rule
     def _samples_differ(self) -> Iterator[str]:

@@ -62,6 +62,7 @@ class Judge:
         self.model: RewardModelScorer | None = None
         self.model_weight = config.reward.model_weight
         self.seconds = 0.0
+        self._replaces = False  # whether its functions score episodes in the environment's place
 
     @classmethod
     def for_evaluation(cls, config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> "Judge | None":
@@ -75,7 +76,9 @@ class Judge:
         reward = config.reward.model_copy(
             update={"function": config.evaluation.function, "model": None, "server": None}
         )
-        return cls(config.model_copy(update={"reward": reward}), tokenizer, world)
+        judge = cls(config.model_copy(update={"reward": reward}), tokenizer, world)
+        judge._replaces = True
+        return judge
 
     def score(self, prompts: Prompts, own: Samples) -> Samples:
         """The samples of all ranks with their texts, each scored by the rank that made it, and by the model of all.
@@ -105,10 +108,17 @@ class Judge:
         weights = self.functions.weights
         # A model scores every sample, and an environment its episodes: without a function's part, theirs is the reward.
         # A teacher needs no reward.
-        nothing = None if self.model is None and not own.parts and weights else 0.0
+        nothing = None if self.model is None and (self._replaces or not own.parts) and weights else 0.0
         rewards = [nothing if (total := weighted_sum(parts, weights)) is None else total for parts in scored]
-        samples = with_rewards(own, rewards, scored, [*weights]).replace(texts=texts).gather(self.world)
+        samples = with_rewards(self._counted(own), rewards, scored, [*weights]).replace(texts=texts)
+        samples = samples.replace(parts={**samples.parts, **own.parts}).gather(self.world)
         return samples if self.model is None else self._with_model(self.model, prompts, samples)
+
+    def _counted(self, own: Samples) -> Samples:
+        """The samples with the parts of the reward that count. An episode that failed has no reward in any case."""
+        if not self._replaces:
+            return own
+        return own.replace(parts={name: 0 * part for name, part in own.parts.items()})
 
     def check(self, prompts: Prompts, what: str) -> None:
         """Checks before the run that functions and reward model can judge answers to these prompts.

@@ -1,14 +1,21 @@
 """Runs whose policy talks with an environment."""
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlft_fast.config import Config
+from rlft_fast.models import load_tokenizer
+from rlft_fast.rollout import Completion, to_samples
 from rlft_fast.trainer import train
+from rlft_fast.trainer.judge import Judge
+from rlft_fast.trainer.prompts import load_prompts
+from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.support.vllm_rollouts import HEADS, SMALL, needs_vllm
@@ -67,6 +74,18 @@ def test_a_policy_learns_in_episodes(config, tmp_path):
         assert 0 < line["reward_mean"] < 1
     assert lines[-1]["reward_mean"] > lines[0]["reward_mean"]
     assert lines[0]["completion_length_mean"] < 40
+
+
+def test_a_function_for_held_out_answers_replaces_the_environment(config, tmp_path):
+    function = "rlft_fast.rewards:response_length"
+    given = config(evaluation={"path": str(tmp_path / "rows.jsonl"), "function": function})
+    tokenizer = load_tokenizer(given.model)
+    judge = Judge.for_evaluation(given, tokenizer, World.current())
+    own = to_samples([(0, Completion([65, 66], [-1.0] * 2, "stop")), (1, Completion([65], [-1.0], "stop"))])
+    environment = torch.tensor([0.25, math.nan], dtype=torch.float64)
+    scored = judge.score(load_prompts(given.data, tokenizer, 24), own.replace(parts={"environment": environment}))
+    assert scored.reward_B.tolist() == pytest.approx([2.0, math.nan], nan_ok=True)  # an episode that failed has none
+    assert scored.parts["environment"][0] == 0.25
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
