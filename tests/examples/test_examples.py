@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from rlft_fast.cli import main
+from rlft_fast.envs import EnvironmentPool
 from tests.trainer.toy import read_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -71,3 +72,13 @@ def test_a_reward_model_learns_the_pairs(example, samples, tiny_model, tmp_path,
     assert summary["held_out_pair_accuracy_after"] > 0.95
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "runs" / "reward_model" / "hf")
     assert model.score.weight.shape == (1, 32)
+
+
+def test_a_number_is_guessed():
+    game = EnvironmentPool(f"{EXAMPLES / 'guess_the_number.py'}:GuessTheNumber", {}, ("prompt", "number"), 20.0, 100)
+    (number,) = game.open(1)
+    game.reset({number: {"prompt": "Guess my number, from 1 to 20.", "number": 7}})
+    said = [game.step({number: {"role": "assistant", "content": words}})[number] for words in ("It is 5", "9?", "7")]
+    game.close()
+    assert [answer["messages"][0]["content"] for answer in said[:2]] == ["Too low.", "Too high."]
+    assert [(answer["reward"], answer["done"]) for answer in said] == [(0.0, False), (0.0, False), (1.0, True)]
