@@ -132,6 +132,8 @@ class CheckpointConfig(Section):
     """Most GB for all checkpoints; null: no limit. The newest checkpoint is always kept."""
     asynchronous: MayChange[bool] = True
     """Write while training goes on, from a copy in host memory. The copy is as large as what the process writes."""
+    store: MayChange[str | None] = None
+    """Address to which checkpoints, logs and the model are copied, such as s3://bucket/run; null: none."""
     best: MayChange[str | None] = None
     """Number of the evaluation, such as accuracy, at whose best value the model is exported to the folder best.
 

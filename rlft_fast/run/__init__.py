@@ -7,6 +7,7 @@ folder      which run a folder belongs to, and which settings a resumed run must
 going_back  what came after an earlier checkpoint becomes a run of its own
 lock        one run at a time writes to a folder
 log         numbers and samples as JSON lines, and what is shown
+store       a copy of the run in an object store
 tokens      numbers of every token of a step
 trackers    TensorBoard, Weights & Biases, Trackio and MLflow
 phases      time, memory and waiting in the parts of a step
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rlft_fast.run.plot import COLORS, PANELS, drawable, is_exact_integer, parse_json, plot_runs, read_metrics
     from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
     from rlft_fast.run.run import Run, by_first
+    from rlft_fast.run.store import Store
     from rlft_fast.run.tokens import read_tokens, token_columns
     from rlft_fast.run.trackers import require_trackers
 
@@ -39,6 +41,7 @@ __all__ = [
     "Run",
     "RunLog",
     "StepResult",
+    "Store",
     "Trainer",
     "by_first",
     "claim",

@@ -28,6 +28,7 @@ from rlft_fast.run.plot import plot_runs
 from rlft_fast.run.profile import profiled
 from rlft_fast.run.progress import Progress, measure_of_best
 from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
+from rlft_fast.run.store import Copies, Store, StoreError
 from rlft_fast.run.tokens import write_tokens
 from rlft_fast.run.trackers import TrackedRun, Tracker
 from rlft_fast.world import STOP, World
@@ -57,6 +58,9 @@ class Run:
         self.checkpoints = trainer.models.checkpoints(self.directory / "checkpoints")
         self.log = RunLog(self.directory, self.config.steps, self.world.rank)
         self.progress = Progress()
+        address = self.config.checkpoint.store
+        has_copies = address is not None and self.world.is_first
+        self.copies = Copies(Store(address), self.directory, self.log.message) if has_copies else None
         self.saved_step = 0  # what a checkpoint holds; step 0 needs none
         self.told_failure: BaseException | None = None
         self.is_hurried = dist.is_torchelastic_launched()  # torchrun kills its processes 30 s after a signal
@@ -174,7 +178,7 @@ class Run:
                 try:
                     if lost is not None:
                         self._start_again(lost)
-                    with self.checkpoints:
+                    with self._copied(), self.checkpoints:
                         return self._run_or_save()
                 except WorkerError as error:
                     if not HEAD.answers():
@@ -184,6 +188,23 @@ class Run:
                     if num_lost > _MAX_LOST:
                         raise
                     lost = error
+
+    @contextlib.contextmanager
+    def _copied(self) -> Iterator[None]:
+        """At the end, the store has what the folder has."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self._end_copies()
+            except StoreError as failure:
+                self.log.message(f"warning: {failure}")  # the first error is the one to raise
+            raise
+        self._end_copies()
+
+    def _end_copies(self) -> None:
+        if self.copies is not None:
+            self.copies.end(self.checkpoints.latest())
 
     def _run_or_save(self) -> dict[str, Any]:
         try:
@@ -227,6 +248,8 @@ class Run:
             done = progress.step == config.steps
             if done or (config.checkpoint.every and progress.step % config.checkpoint.every == 0):
                 self._save(asynchronous=config.checkpoint.asynchronous and not done)
+            if self.copies is not None:
+                self.copies.begin(self.checkpoints.latest())
         return self._finish()
 
     def _record(self, result: StepResult) -> None:
@@ -253,6 +276,8 @@ class Run:
             return
         self._require_finite(progress.step)
         progress.log_bytes = self.log.num_bytes()
+        if self.copies is not None:
+            self.copies.wait()  # a save may remove the folder that is copied
         trained = self.trainer.models.trained
         self.checkpoints.save(progress.step, trained, progress.state(), asynchronous=asynchronous)
         self.saved_step = progress.step

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlft_fast.config import Config, RunConfig, TaughtConfig, run_roles
 from rlft_fast.models import load_tokenizer
-from rlft_fast.run import Run, RunLog, Trainer, by_first, require_same, require_trackers, require_usable
+from rlft_fast.run import Run, RunLog, Store, Trainer, by_first, require_same, require_trackers, require_usable
 from rlft_fast.trainer.dtypes import settle_compute_dtype
 from rlft_fast.trainer.inputs import identity_of, load_data
 from rlft_fast.trainer.ppo import PPOTrainer
@@ -40,6 +40,7 @@ def train(config: RunConfig, resume: bool | str = False, *, force: bool = False)
             step, unless logits were not finite.
         DivergedError: weights are not finite after a step; the checkpoint before it is the newest.
         WorkerError: workers on a cluster died, again and again; the newest checkpoint is as it was.
+        StoreError: ``checkpoint.store`` cannot be read, or did not take the end of the run, which the folder holds.
         HeadLostError: the head of the cluster is gone; a checkpoint holds the last complete step, if the workers lived.
         Interrupted: SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped it; likewise. It is a KeyboardInterrupt.
         KeyboardInterrupt: a second Ctrl-C stopped it at once; the newest checkpoint is as it was.
@@ -48,10 +49,20 @@ def train(config: RunConfig, resume: bool | str = False, *, force: bool = False)
     with naming_lost_ranks(world):
         require_usable(config, resume=bool(resume))
         require_trackers(config.log)
+        if config.checkpoint.store is not None:
+            store = Store(config.checkpoint.store)
+            by_first(world, lambda: _meet_store(store, Path(config.output_dir), resume))
         config = _settled(config, world, resume=bool(resume))
         if resume is True and (summary := _finished(config)) is not None:
             return _same_again(config, summary, world, force=force)
         return Run(_trainer(config, world)).run(resume, force=force)
+
+
+def _meet_store(store: Store, output: Path, resume: bool | str) -> None:
+    """Brings what the folder lacks of the run to resume. Refuses a store that holds another run."""
+    store.require_own(output, resume=bool(resume))
+    if resume:
+        store.fetch(output, resume if isinstance(resume, str) else None)
 
 
 def _settled(config: RunConfig, world: World, *, resume: bool) -> RunConfig:

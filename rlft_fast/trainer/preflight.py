@@ -13,7 +13,7 @@ from rlft_fast.engine import CheckpointManager, Schedule, find_start, require_tr
 from rlft_fast.errors import Checks
 from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
 from rlft_fast.rewards import weighted_sum
-from rlft_fast.run import require_same, require_trackers, require_usable
+from rlft_fast.run import Store, require_same, require_trackers, require_usable
 from rlft_fast.trainer.inputs import (
     Inputs,
     check_support,
@@ -50,6 +50,8 @@ def check_folder(
     output = Path(config.output_dir)
     checks.run(lambda: require_usable(config, config_path=config_path, resume=bool(resume)))
     checks.run(lambda: require_trackers(config.log))
+    if (address := config.checkpoint.store) is not None:
+        checks.run(lambda: Store(address).require_own(output, resume=bool(resume)))
     manager = CheckpointManager(output / "checkpoints")
     checkpoint = manager.latest()
     if checkpoint is not None and not resume:
