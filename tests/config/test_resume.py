@@ -32,7 +32,7 @@ _MAY_CHANGE = {
     "reward.server": "url timeout_s retries",
     "teacher": _OF_MODELS + "model",
     "evaluation": "path max_rows every",
-    "checkpoint": "every max_num max_mem asynchronous best",
+    "checkpoint": "every max_num max_mem asynchronous best store",
     "cluster": "address",
     **{
         f"cluster.{name}": "num_workers gpus cpus"
