@@ -1,6 +1,7 @@
 """`Samples`: completions and their rewards, as columns that travel between processes without pickles."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
@@ -14,6 +15,7 @@ from rlft_fast.data.batch import Batch, cat_lists, cat_supports, cumulative, lis
 from rlft_fast.world import World
 
 _BY_NAME = ("parts", "counts")  # fields with columns by name
+_TEXTS = "texts"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -144,6 +146,26 @@ class Samples:
             cat_lists(asked, np.int64), list_lengths(asked), prompt_B.numpy(), self.token_ids_T, self.length_B.numpy(),
             self.is_sampled_T, columns,
         ).replace(reward_B=self.reward_B, group_B=self.row_B)  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything as tensors by name, for a checkpoint. `of_tensors` takes them."""
+        named = {f"{name}.{key}": x_B for name in _BY_NAME for key, x_B in getattr(self, name).items()}
+        if self.texts is None:
+            return self._tensors() | named
+        content = bytearray(json.dumps([*self.texts]).encode())
+        return self._tensors() | named | {_TEXTS: torch.frombuffer(content, dtype=torch.uint8)}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """The samples whose `tensors` these are. Other names are left out."""
+        fields: dict[str, Any] = {
+            field.name: tensors[field.name] for field in dataclasses.fields(cls) if field.name in tensors
+        }
+        for name in _BY_NAME:
+            keys = {key: key.removeprefix(f"{name}.") for key in tensors if key.startswith(f"{name}.")}
+            fields[name] = {own: tensors[key] for key, own in keys.items()}
+        texts = json.loads(tensors[_TEXTS].numpy().tobytes()) if _TEXTS in tensors else None
+        return cls(**fields | {"texts": texts})
 
     def _each_by_name(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """The fields of columns by name, after a function of each column."""

@@ -124,6 +124,14 @@ class Trainer(Protocol):
         """Takes what `state` gave; {} at the beginning."""
         ...
 
+    def ahead(self, *, waits: bool) -> dict[str, Any]:
+        """Work on coming steps that a checkpoint keeps. If it ``waits``, what is under way is finished before."""
+        ...
+
+    def load_ahead(self, tensors: Mapping[str, Any]) -> None:
+        """Takes what `ahead` gave, among other values; {} at the beginning."""
+        ...
+
     def restart(self) -> None:
         """Makes new models in place of lost ones, with the weights of the model folders."""
         ...

@@ -155,6 +155,7 @@ class Run:
         self.progress = progress = Progress.of_checkpoint(state, self.config)
         self.saved_step = progress.step
         self.trainer.load_state(progress.trainer)
+        self.trainer.load_ahead(state or {})
         self.log.rewind(progress.step, progress.log_bytes)
 
     def _start_again(self, lost: WorkerError) -> None:
@@ -279,7 +280,8 @@ class Run:
         if self.copies is not None:
             self.copies.wait()  # a save may remove the folder that is copied
         trained = self.trainer.models.trained
-        self.checkpoints.save(progress.step, trained, progress.state(), asynchronous=asynchronous)
+        state = progress.state() | self.trainer.ahead(waits=not self.is_hurried)
+        self.checkpoints.save(progress.step, trained, state, asynchronous=asynchronous)
         self.saved_step = progress.step
 
     def _require_finite(self, step: int) -> None:

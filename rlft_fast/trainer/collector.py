@@ -34,6 +34,14 @@ class Collected(NamedTuple):
     seconds: Mapping[str, float] = MappingProxyType({})
     """Time of each phase that was measured in a thread of its own [s]."""
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, see `Collector.of_tensors`."""
+        greedy = {} if self.greedy_G is None else {_GREEDY: self.greedy_G}
+        return {**self.samples.tensors(), _PROMPTS: _ids(self.prompts), **greedy}
+
+
+_GREEDY, _PROMPTS = "greedy_G", "prompt_ids"
+
 
 class Collector:
     """Answers the prompts of a step, and scores the answers.
@@ -84,6 +92,20 @@ class Collector:
         self.curriculum.learn(rows, samples)
         prompts = self.prompts.select(rows)
         return Collected(prompts, num_streamed, samples, self.greedy(prompts).reward_B if self.needs_greedy else None)
+
+    def of_tensors(self, step: int, first_prompt: int, tensors: Mapping[str, Tensor]) -> Collected | None:
+        """The samples of a step from what a checkpoint has of them; None if they answer other prompts than the data's.
+
+        Args:
+            step: see `collect`.
+            first_prompt: see `collect`.
+            tensors: see `Collected.tensors`.
+        """
+        rows, num_streamed = self.curriculum.choose(step, first_prompt)
+        prompts = self.prompts.select(rows)
+        if not torch.equal(_ids(prompts), tensors[_PROMPTS]):
+            return None
+        return Collected(prompts, num_streamed, Samples.of_tensors(tensors), tensors.get(_GREEDY))
 
     def rows_with_signal(self, scored: Samples) -> list[int]:
         """The rows of the prompts whose samples differ in what the configuration compares."""
@@ -173,3 +195,7 @@ class Collector:
             samples = self.judge.score(prompts, answers)
         self.phases.busy("reward", self.judge.seconds)
         return samples
+
+
+def _ids(prompts: Prompts) -> Tensor:
+    return torch.tensor([number for ids in prompts.token_ids for number in (len(ids), *ids)], dtype=torch.int64)

@@ -74,10 +74,11 @@ class Overlap(Generic[T]):
         for step in self._running:
             self._wait_for(step)
 
-    def ready(self) -> dict[int, T]:
-        """The samples of all steps that are collected and not trained, after `drain`."""
-        self.drain()
-        for step in [step for step, samples in self._running.items() if samples.exception() is None]:
+    def ready(self, *, waits: bool = True) -> dict[int, T]:
+        """The samples of the steps that are collected and not trained, after `drain` if it ``waits``."""
+        if waits:
+            self.drain()
+        for step in [step for step, x in self._running.items() if x.done() and x.exception() is None]:
             self._finish(step)
         return {step: self._ready[step] for step in sorted(self._ready)}
 

@@ -52,6 +52,7 @@ from rlft_fast.trainer.schedule import Schedule
 from rlft_fast.world import World, init_distributed
 
 _SHOWN_EXAMPLES = 3
+_AHEAD = "ahead."  # of the names of tensors in a checkpoint; then step, ".", name
 
 
 class PPOTrainer:
@@ -104,6 +105,7 @@ class PPOTrainer:
             self.judge.use_model(models.engines["reward"])
         self.collector = self._collector(self.phases)
         self.overlap: Overlap[Collected] | None = None
+        self._kept: dict[str, Tensor] = {}  # samples of a checkpoint, before a step takes them
         self.num_updates = 0  # of the weights of now
         self.learner = Learner(self.config, models, self.objective)
 
@@ -193,18 +195,21 @@ class PPOTrainer:
         rollout, count = self.rollout, self.config.rollout.prompts_per_step
         assert isinstance(rollout, Rollout)  # the configuration refuses a cluster
         collector = self._collector(Phases(self.world, elsewhere=TotalUsage))  # memory is measured here
+        number = lambda step: first_prompt + (step - first_step) * count  # noqa: E731
 
         def collect(step: int) -> Collected:
             collector.phases.restart()
             rollout.restarts = False
             try:
-                collected = collector.collect(step, first_prompt + (step - first_step) * count)
+                collected = collector.collect(step, number(step))
             finally:
                 rollout.restarts = True
             return collected._replace(seconds=collector.phases.seconds)
 
-        schedule = Schedule(self.config.rollout.max_staleness, self.config.steps, first_step)
-        return Overlap(schedule, {}, collect, self._sync, rollout.generator.name)
+        kept = {step: collector.of_tensors(step, number(step), own) for step, own in _by_step(self._kept).items()}
+        ready = {step: collected for step, collected in kept.items() if collected is not None}
+        schedule = Schedule(self.config.rollout.max_staleness, self.config.steps, first_step, ready)
+        return Overlap(schedule, ready, collect, self._sync, rollout.generator.name)
 
     def _sync(self) -> None:
         """Gives the generator the weights of now."""
@@ -315,8 +320,33 @@ class PPOTrainer:
         self.objective.load_state(state)
         self.curriculum.load_state(state.get("curriculum", {}))
 
+    def ahead(self, *, waits: bool) -> dict[str, Tensor]:
+        """See `Trainer`: the samples of coming steps."""
+        if self.overlap is None:
+            return self._kept
+        ready = self.overlap.ready(waits=waits)
+        return {
+            f"{_AHEAD}{step}.{name}": x for step, collected in ready.items() for name, x in collected.tensors().items()
+        }
+
+    def load_ahead(self, tensors: Mapping[str, Any]) -> None:
+        """See `Trainer`."""
+        if self.overlap is not None:
+            self.overlap.close()
+        self.overlap = None
+        self._kept = {name: tensor for name, tensor in tensors.items() if name.startswith(_AHEAD)}
+
     def close(self) -> None:
         """Ends the worker processes of reward functions and environments, and the generator."""
         with contextlib.ExitStack() as stack:  # each, also if one of them fails
             for part in filter(None, (self.models, self.evaluation_judge, self.judge, self.player, self.overlap)):
                 stack.callback(part.close)
+
+
+def _by_step(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """What `PPOTrainer.ahead` gave, by step."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        step, own = name.removeprefix(_AHEAD).split(".", 1)
+        found.setdefault(int(step), {})[own] = tensor
+    return found

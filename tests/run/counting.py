@@ -156,6 +156,11 @@ class CountingTrainer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.bonus = state.get("bonus", 0)
 
+    def ahead(self, *, waits: bool) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_ahead(self, tensors: Mapping[str, Any]) -> None: ...
+
     def restart(self) -> None:
         self.restarts += 1
         self._new()

@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import yaml
 
 import rlft_fast.trainer.models
 from rlft_fast.config import Config
@@ -12,18 +13,29 @@ from rlft_fast.trainer import train
 from rlft_fast.trainer.overlap import Overlap
 from rlft_fast.trainer.schedule import Schedule
 from tests.support.copied_generator import copied_rollout
+from tests.trainer.struck import FEWER_OPTIONS, assert_same_result, write_config
 from tests.trainer.toy import comparable, read_lines, toy_config, toy_values
 
 APART = {"rollout__backend": "vllm", "rollout__vllm": {"process": "separate"}}
 
 
 @pytest.fixture
-def overlapped(tiny_model, tmp_path, monkeypatch):
+def copied(monkeypatch):
+    """Has runs sample by a copy of the policy, whose calls have these latencies."""
+
+    def sample(seconds=lambda number: 0.0) -> None:
+        build = lambda engine, *_: copied_rollout(engine, seconds)  # noqa: E731
+        monkeypatch.setattr(rlft_fast.trainer.models, "build_rollout", build)
+
+    return sample
+
+
+@pytest.fixture
+def overlapped(copied, tiny_model, tmp_path):
     """Trains a toy with a latency for each call of the generator; returns its folder."""
 
     def run(name: str, max_staleness: int, seconds=lambda number: 0.0, **changes) -> Path:
-        build = lambda engine, *_: copied_rollout(engine, seconds)  # noqa: E731
-        monkeypatch.setattr(rlft_fast.trainer.models, "build_rollout", build)
+        copied(seconds)
         train(
             toy_config(
                 tiny_model("llama"), tmp_path / name, rollout__max_staleness=max_staleness, **{**APART, **changes}
@@ -49,6 +61,24 @@ def test_staleness_0_is_the_loop_in_turn(overlapped, tiny_model, tmp_path):
     """Its numbers are those of the policy that samples itself."""
     train(toy_config(tiny_model("llama"), tmp_path / "hf"))
     assert comparable(overlapped("copied", 0)) == comparable(tmp_path / "hf/run")
+
+
+@pytest.mark.parametrize("how", ["die 8 0", "SIGTERM 6 0"])
+def test_resuming(how, copied, tiny_model, tmp_path):
+    """A run that ended at once, or after a step, goes on with the samples of its checkpoint: nothing changes."""
+    copied()
+    for name in ("whole", "struck"):
+        path = write_config(tiny_model("llama"), tmp_path / name, FEWER_OPTIONS | APART | {"rollout__max_staleness": 2})
+        config = Config.parse(yaml.safe_load(path.read_text()))
+        if name == "struck":
+            (tmp_path / name / "strike").write_text(how)
+            with pytest.raises(KeyboardInterrupt):
+                train(config)
+            assert not (tmp_path / name / "strike").exists()
+        train(config, resume=name == "struck")
+    assert_same_result(tmp_path / "struck/run", tmp_path / "whole/run")
+    rows = read_lines(tmp_path / "struck/run/samples.jsonl")
+    assert [row["weight_version"] for row in rows[::16]] == [1, 1, 1, 3, 3, 5]
 
 
 def failing(*numbers: int):

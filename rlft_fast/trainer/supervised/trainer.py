@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import DPOConfig, PairConfig, RunConfig, SFTConfig, TaughtConfig, fixed_settings
@@ -250,6 +251,13 @@ class RowsTrainer:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """See `state`."""
+
+    def ahead(self, *, waits: bool) -> dict[str, Tensor]:
+        """Nothing: steps are made in turn."""
+        return {}
+
+    def load_ahead(self, tensors: Mapping[str, Any]) -> None:
+        """See `ahead`."""
 
     def close(self) -> None:
         """Nothing was started."""
