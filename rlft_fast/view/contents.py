@@ -11,6 +11,7 @@ from rlft_fast.config import ConfigError, load_config
 from rlft_fast.errors import without_panics
 from rlft_fast.run import drawable, is_exact_integer, parse_json, read_metrics, read_tokens
 from rlft_fast.tokenizer_files import check_tokenizer_files
+from rlft_fast.view.thumbnails import thumbnails
 
 _MAX_POINTS = 2000  # of one series: more than a curve has pixels
 _FIELDS = ("prompt", "completion", "reward", "parts", "finish_reason", "weight_version")
@@ -32,6 +33,8 @@ class Contents(NamedTuple):
     """By step: columns as `rlft_fast.run.tokens` names them, each as base64 of its bytes, little-endian."""
     texts: dict[int, str]
     """Texts of the tokens by their ids; {} where no tokenizer was found."""
+    thumbnails: dict[str, str]
+    """Small copies of images by their names, JPEG as base64."""
     notes: list[str]
     """Whole sentences about damaged and left out parts."""
 
@@ -53,7 +56,9 @@ def read_run(run: Path, max_bytes: int) -> Contents:
     columns = _read_tokens(run, counts, max_bytes, notes)
     tokens = {step: {name: _base64(column) for name, column in own.items()} for step, own in columns.items()}
     used = {int(token) for own in columns.values() for token in np.unique(own["token_id_T"])}
-    return Contents(str(run), series, samples, tokens, _token_texts(run, used, notes), notes)
+    names = {name for own in samples.values() for sample in own for name in sample.get("images", ())}
+    texts, small = _token_texts(run, used, notes), thumbnails(run, names, notes)
+    return Contents(str(run), series, samples, tokens, texts, small, notes)
 
 
 def _read_series(run: Path) -> tuple[dict[str, Series], list[str]]:
@@ -161,7 +166,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(sample, dict) or not is_exact_integer(sample.get("step")):
         return None
-    parts, turns = sample.get("parts"), sample.get("turns")
+    parts, turns, images = (sample.get(name) for name in ("parts", "turns", "images"))
     texts = {name: sample.get(name) for name in ("prompt", "completion", "finish_reason")}
     return {
         "step": sample["step"],
@@ -170,6 +175,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         "parts": {name: drawable(part) for name, part in parts.items()} if isinstance(parts, dict) else {},
         "weight_version": sample["weight_version"] if is_exact_integer(sample.get("weight_version")) else None,
         **({"turns": [*map(_turn, turns)]} if isinstance(turns, list) else {}),
+        **({"images": [name for name in images if isinstance(name, str)]} if isinstance(images, list) else {}),
     }
 
 

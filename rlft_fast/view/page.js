@@ -304,8 +304,14 @@ function drawSample(run, sample, index, low, high) {
   return node("div", { className: `sample run${run}` }, facts, text);
 }
 
+function drawImage(name) {
+  const small = runs.map((_, run) => cached(`thumbnails-${run}`, () => read(`thumbnails-${run}`))).find((own) => Object.hasOwn(own, name));
+  const image = small ? [node("img", { src: `data:image/jpeg;base64,${small[name]}`, alt: "" })] : [];
+  return node("figure", {}, ...image, node("figcaption", {}, visible(name)));
+}
+
 // The samples of a prompt, those of two runs beside each other in two columns.
-function drawGroup({ prompt, own }) {
+function drawGroup({ prompt, images, own }) {
   const grid = node("div", { className: "columns" });
   grid.style.gridTemplateColumns = `repeat(${runs.length}, minmax(0, 1fr))`;
   if (isPair) grid.append(...runs.map((run, i) => node("div", { className: `name run${i}` }, visible(run.name))));
@@ -325,7 +331,7 @@ function drawGroup({ prompt, own }) {
   };
   grow();
   more.addEventListener("click", grow);
-  return node("div", { className: "group" }, node("div", { className: "prompt" }, prompt === null ? "\u2013" : visible(prompt)), grid, more);
+  return node("div", { className: "group" }, node("div", { className: "prompt" }, ...images.map(drawImage), prompt === null ? "\u2013" : visible(prompt)), grid, more);
 }
 
 // Groups below the window are drawn when the reader comes near them.
@@ -340,8 +346,9 @@ function show(change) {
   const groups = new Map();
   let count = 0;
   runs.forEach((_, run) => samplesOf(run, state.step).forEach((sample, index) => {
-    if (!groups.has(sample.prompt)) groups.set(sample.prompt, { prompt: sample.prompt, own: runs.map(() => []) });
-    groups.get(sample.prompt).own[run].push({ sample, index });
+    const { prompt, images = [] } = sample, key = JSON.stringify([prompt, images]);  // equal words may ask of other images
+    if (!groups.has(key)) groups.set(key, { prompt, images, own: runs.map(() => []) });
+    groups.get(key).own[run].push({ sample, index });
     count += 1;
   }));
   waiting = [...groups.values()];

@@ -46,7 +46,7 @@ def _page(contents: list[Contents]) -> str:
     for i, run in enumerate(contents):
         blocks |= {f"samples-{i}-{step}": samples for step, samples in run.samples.items()}
         blocks |= {f"tokens-{i}-{step}": columns for step, columns in run.tokens.items()}
-        blocks[f"texts-{i}"] = run.texts
+        blocks |= {f"texts-{i}": run.texts, f"thumbnails-{i}": run.thumbnails}
     parts = {
         "style": style, "script": script, "style_hash": _hash(style), "script_hash": _hash(script),
         "data": "\n".join(_block(name, value) for name, value in blocks.items()),

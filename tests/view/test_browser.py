@@ -1,5 +1,8 @@
 """The page in a real browser without a window: what a reader sees, and how soon."""
 
+import base64
+import io
+import json
 import re
 import shutil
 import subprocess
@@ -8,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from rlft_fast.run.tokens import write_tokens
 from rlft_fast.view import write_view
+from tests.support.pictures import picture
 from tests.support.run_folders import HOSTILE, sample, write_run
 from tests.support.samples import columns_of_samples
 
@@ -125,6 +130,27 @@ def test_turns_of_an_episode_are_told_apart(tmp_path):
     (text,) = opened(tmp_path / "page.html", "", tmp_path).one("#groups").all(".text")
     assert [part.text for part in text.all(".said")] == ["<b>yes</b>"]
     assert [part.text for part in text.all(".given")] == ["Is it?", "No.", "", ""]
+
+
+def test_samples_of_other_images_are_apart_and_show_them(tmp_path):
+    """By a copy in the page, or by a name: of an image outside the data's folder, and of no image."""
+    data = tmp_path / "data"
+    data.mkdir()
+    picture(0, 300, 200).save(data / "a.png")
+    picture(1).save(tmp_path / "outside.png")
+    names = ["a.png", "../outside.png", "<img src=x>.png"]
+    samples = [sample(1, images=[name]) for name in ["a.png", *names]] + [sample(1), sample(1, images=[3, "b.png"])]
+    folder = write_run(tmp_path / "run", samples)
+    values = {"model": "m", "steps": 1, "output_dir": str(folder), "data": {"path": str(data / "rows.jsonl")}}
+    (folder / "config.yaml").write_text(json.dumps(values | {"reward": {"function": "a:b"}}))
+    write_view([folder], tmp_path / "page.html")
+    groups = opened(tmp_path / "page.html", "", tmp_path).one("#groups").all(".group")
+    assert [len(group.all(".text")) for group in groups] == [2, 1, 1, 1, 1]
+    assert [part.text for group in groups for part in group.all("figcaption")] == [*names, "b.png"]
+    (shown,) = [image.attributes["src"] for group in groups for image in group.all("img")]
+    content = base64.b64decode(shown.removeprefix("data:image/jpeg;base64,"))
+    assert Image.open(io.BytesIO(content)).size == (96, 64)
+    assert "3 of 4 images are shown by their names" in (tmp_path / "page.html").read_text()
 
 
 # What is coloured: all that is known; the tokens that are learned from; the larger numbers alone, 0 being white.

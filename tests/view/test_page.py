@@ -87,7 +87,7 @@ def test_the_page_may_load_nothing_and_run_its_own_script_alone(tmp_path):
     hashes = {tag: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for tag, text in own.items()}
     assert policy == (
         f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     assert not [x for _, x in page.tags if {"src", "style"} & set(x) or any(name.startswith("on") for name in x)]
     assert [x["href"] for _, x in page.tags if "href" in x] == ["#curves", "#steps", "#samples"]

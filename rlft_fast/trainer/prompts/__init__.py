@@ -11,9 +11,16 @@ from rlft_fast.trainer.prompts.chat import (
     without_nulls,
 )
 from rlft_fast.trainer.prompts.formats import Row, read_data
-from rlft_fast.trainer.prompts.images import ImageError, ImageReader
+from rlft_fast.trainer.prompts.images import ImageError, ImageReader, read_picture
 from rlft_fast.trainer.prompts.limits import Limits
-from rlft_fast.trainer.prompts.loading import Prompts, checksum, load_prompts, name_rows, start_of_texts
+from rlft_fast.trainer.prompts.loading import (
+    Prompts,
+    checksum,
+    find_media,
+    load_prompts,
+    name_rows,
+    start_of_texts,
+)
 from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, words_of
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
 
@@ -34,11 +41,13 @@ __all__ = [
     "Tokenizer",
     "checksum",
     "conversation_of",
+    "find_media",
     "find_mistake",
     "load_prompts",
     "name_rows",
     "overlong_notes",
     "read_data",
+    "read_picture",
     "read_sets",
     "reads",
     "render",

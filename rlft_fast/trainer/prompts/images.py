@@ -153,7 +153,7 @@ class ImageReader:
             ) from error
 
     def _process(self, sources: Sequence[ImageSource], contents: Sequence[bytes]) -> Mapping[str, Any]:
-        pictures = [_picture(source.name, content) for source, content in zip(sources, contents, strict=True)]
+        pictures = [read_picture(source.name, content) for source, content in zip(sources, contents, strict=True)]
         try:
             return dict(self._processor(pictures, return_tensors="pt"))
         except Exception as error:  # of an image that is too narrow, for example
@@ -242,8 +242,12 @@ def _bytes_of(source: ImageSource) -> bytes:
         raise ValueError(f"has the image {source.name}, which cannot be read: {brief(error)}") from error
 
 
-def _picture(name: str, content: bytes) -> Any:
-    """The image in RGB, turned as its metadata say, as transformers loads it."""
+def read_picture(name: str, content: bytes) -> Any:
+    """The Pillow image of a file's bytes, in RGB and turned as its metadata say, as transformers loads it.
+
+    Raises:
+        ValueError: the bytes are no image, or a moving, damaged or too large image; or Pillow is missing.
+    """
     try:
         from PIL import Image, ImageOps
     except ModuleNotFoundError as error:

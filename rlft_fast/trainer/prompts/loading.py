@@ -306,7 +306,9 @@ def _check_rows(rows: list[Row], column: str, name: str, *, takes_images: bool) 
             f"and content or tool_calls, for example {brief(repr(rows[other[0]][column]))}"
         )
     known = (column, *(COLUMNS if takes_images else ()))
-    in_prompts = {i: found for i, row in enumerate(rows) if (found := _media(row[column], takes_images))}
+    in_prompts = {
+        i: found for i, row in enumerate(rows) if (found := find_media(row[column], takes_images=takes_images))
+    }
     beside = {i: found for i, row in enumerate(rows) if (found := _first_media(_filled(row, but=known)))}
     for media, where in ((in_prompts, f"in their {column!r}"), (beside, f"beside their {column!r}")):
         if media:
@@ -330,7 +332,7 @@ def _is_prompt(value: Any) -> bool:
     return all(isinstance(message, dict) and "role" in message for message in value)
 
 
-def _media(prompt: str | list[dict[str, Any]], takes_images: bool) -> str | None:
+def find_media(prompt: str | list[dict[str, Any]], *, takes_images: bool = False) -> str | None:
     """The type or key of the first image, video or audio in a prompt's messages; templates drop what they hold.
 
     Args:

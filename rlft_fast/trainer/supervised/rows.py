@@ -22,6 +22,7 @@ from rlft_fast.trainer.prompts import (
     Row,
     RowSet,
     conversation_of,
+    find_media,
     find_mistake,
     name_rows,
     reads,
@@ -216,6 +217,10 @@ class Reader:
             raise ValueError(f"messages must have a role and content, got {brief(repr(messages))}")
         if (mistake := find_mistake(messages)) is not None:
             raise ValueError(mistake)
+        if (media := find_media(messages)) is not None:
+            raise ValueError(
+                f"its messages have {media!r}: images, videos and audio reach the model in objective rl alone"
+            )
         if not any(message["role"] == "assistant" for message in messages[first:]):
             raise ValueError("the assistant says nothing")
         tools = tools_of(row)

@@ -87,6 +87,10 @@ def test_a_batch_asks_for_the_taught_tokens(tokenizer, tmp_path):
             "it has 100 tokens, more than data.max_sequence_tokens=64: raise it, or set",
         ),
         ({"text": "a" * 64_001}, "it has 64001 characters"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, *say("a?", "b")]},
+            "its messages have 'image'",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_learned_is_named(row, problem, tokenizer, tmp_path):
