@@ -125,7 +125,7 @@ def test_a_set_without_a_judged_answer_has_no_number(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"evaluation": {"path": {}}}, "names no held-out set"),
+        ({"evaluation": {"path": {}}}, "path names no set"),
         ({"evaluation": {"path": {"a b": "x"}}}, "a set named 'a b'"),
         ({"evaluation": {"path": "x", "samples_per_prompt": 2}}, "with temperature 0 all answers"),
         ({"checkpoint__best": "accuracy"}, "checkpoint.best is 'accuracy', expected null"),
