@@ -31,7 +31,8 @@ def read_text(path: Path, newline: str | None = None, content: bytes | None = No
         raise OSError(f"{path} is no regular file")
     try:
         with io.BytesIO(content) if content is not None else path.open("rb") as file:
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline).read()
+            with io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as decoder:
+                text = decoder.read()
     except UnicodeDecodeError as error:
         require_no_utf16(error.object)
         byte = error.object[error.start]

@@ -38,8 +38,10 @@ class OptimizerConfig(Section):
     """Added to AdamW's denominator."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices. Biases and norms are never decayed."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of AdamW's moments. bfloat16, rounded stochastically, saves 4 bytes for each trained weight."""
+    moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Dtype of AdamW's moments, rounded stochastically if it is narrow. bfloat16 saves 4 bytes per trained weight.
+
+    int8 saves 6: codes of 8 bits, with a scale for each row of a matrix. Steps take longer with it."""
     cpu_offload: MayChange[bool] = False
     """Keep AdamW's moments in CPU memory. Each step copies them to the GPU and back; on a CPU nothing changes."""
     max_grad_norm: NonNegativeFloat | None = 1.0

@@ -7,6 +7,7 @@ and experts that are stacked into one tensor.
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from rlft_fast.config import OptimizerConfig
 from rlft_fast.errors import brief
 from rlft_fast.models import RewardModel, RLModel
+from rlft_fast.ops import FusedAdamW
 from rlft_fast.plugins import suggestion
 
 _OURS = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "groups"}
@@ -193,23 +195,24 @@ def end_parameters(model: nn.Module) -> list[Tensor]:
     return [parameter for module in ends for parameter in module.parameters()]
 
 
-def moment_bytes(model: nn.Module, config: OptimizerConfig, numel: Callable[[nn.Parameter], int]) -> int:
+def moment_bytes(model: nn.Module, config: OptimizerConfig, shape: Callable[[nn.Parameter], Sequence[int]]) -> int:
     """Bytes of the optimizer's state without masters. A step's float32 gradients of bfloat16 weights count, too.
 
     Args:
         model: with all its weights.
         config: of the optimizer.
-        numel: elements of a parameter that count.
+        shape: of the part of a parameter that counts.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.name == "adamw":
-        return 2 * getattr(torch, config.moment_dtype).itemsize * sum(map(numel, trained))
+        dtype = getattr(torch, config.moment_dtype)
+        return sum(FusedAdamW.moment_bytes(shape(parameter), dtype) for parameter in trained)
     kind, ends = torch_class(config), {id(end) for end in end_parameters(model)}
     total = 0.0
     for parameter in trained:
         own = _takes(kind, parameter, id(parameter) in ends)
         width = _state_width(kind if own else torch.optim.AdamW, json.dumps(config.options if own else {}))
-        total += numel(parameter) * (width + 4 * (parameter.dtype == torch.bfloat16))
+        total += math.prod(shape(parameter)) * (width + 4 * (parameter.dtype == torch.bfloat16))
     return round(total)
 
 

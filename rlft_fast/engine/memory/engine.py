@@ -5,7 +5,7 @@ optimizer step on tensors without data (`simulation`). The only input is ``confi
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -201,7 +201,11 @@ def host_moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> 
 
 
 def _moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:
-    return moment_bytes(model, config.optimizer, lambda parameter: shard_numel(parameter.shape, shard_size))
+    def shape(parameter: nn.Parameter) -> Sequence[int]:
+        first, *others = parameter.shape
+        return (-(-first // shard_size), *others)
+
+    return moment_bytes(model, config.optimizer, shape)
 
 
 def copied_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:

@@ -238,7 +238,8 @@ def run_blocks(
         optimizer.initialize_state()
         if config.optimizer.cpu_offload:
             for state in optimizer.state.values():
-                del state["exp_avg"], state["exp_avg_sq"]
+                for key in state.keys() - {"step", "master"}:
+                    del state[key]
         tracker.begin_pass(workload.offloaded)
         if workload.offloaded:
             tracker.elsewhere = partial(_gradient_bytes, list(model.parameters()))

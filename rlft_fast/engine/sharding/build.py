@@ -145,7 +145,9 @@ def state_bytes(model: nn.Module, config: EngineConfig) -> int:
     """
     width = getattr(torch, config.param_dtype).itemsize
     master = 4 if config.param_dtype == "bfloat16" else 0
-    moments = 0 if config.optimizer.cpu_offload else moment_bytes(model, config.optimizer, nn.Parameter.numel)
+    moments = (
+        0 if config.optimizer.cpu_offload else moment_bytes(model, config.optimizer, lambda parameter: parameter.shape)
+    )
     per_trained = width + master
     return moments + sum(p.numel() * (width + (per_trained if p.requires_grad else 0)) for p in model.parameters())
 

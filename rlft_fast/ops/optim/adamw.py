@@ -9,11 +9,13 @@ with m_hat = m / (1 - beta1^t) and v_hat = v / (1 - beta2^t). Clipping by scalin
 write them once more; here the coefficient is one more factor, and gradients are only read. A bfloat16 or float16
 parameter has a float32 master, and the step updates the master: a narrow parameter would lose every update smaller than
 half a unit of its last place. Moments may be bfloat16, rounded stochastically (Gupta et al. 2015, arXiv:1502.02551):
-rounded to nearest, v would stand still, because beta2 = 0.999 changes it by less than its last place.
+rounded to nearest, v would stand still, because beta2 = 0.999 changes it by less than its last place. Moments in 8
+bits are in eight_bits.py.
 """
 
+import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from rlft_fast.ops.optim.checks import (
-    MOMENTS,
     NARROW,
     check_count,
     check_gradient,
@@ -36,6 +37,7 @@ from rlft_fast.ops.optim.checks import (
     local_part,
     state_dtypes,
 )
+from rlft_fast.ops.optim.eight_bits import CODE_OF, CODES, MOMENTS, SCALES, coded_bytes, decoded, encode, scale_like
 from rlft_fast.ops.optim.host import buckets, copies_of, to_host, write_back
 from rlft_fast.ops.optim.memory_order import in_order_of, is_dense
 
@@ -46,7 +48,8 @@ class FusedAdamW(torch.optim.Optimizer):
     Plain tensors and DTensors of any placement, dtype and (without a coefficient) device may be mixed, also in one
     group. State and state dict are those of `torch.optim.AdamW`, and load from and into it: `step` (0-d float32 on the
     parameter's device), `exp_avg` and `exp_avg_sq`, and `master` for bfloat16 and float16 parameters. All but `step`
-    have the parameter's shape and placements, in float32 (float64 for float64 parameters).
+    have the parameter's shape and placements, in float32 (float64 for float64 parameters). With 8 bits, `exp_avg_code`,
+    `exp_avg_sq_code`, `exp_avg_scale` and `exp_avg_sq_scale` stand in place of the moments of matrices.
 
     The master is the weight: change a narrow parameter by hand, and the next step overwrites it.
 
@@ -66,7 +69,9 @@ class FusedAdamW(torch.optim.Optimizer):
         differentiable: see ``amsgrad``.
         fused: see ``foreach``.
         moment_dtype: dtype of the moments of float32, bfloat16 and float16 parameters: float32, or bfloat16 in half of
-            the memory. Their rounding is random, and repeats with the step count. A loaded state is converted.
+            the memory, or int8: codes of 8 bits, with a float32 scale for each row of a matrix. Both are rounded at
+            random, and the rounding repeats with the step count. A loaded state is converted. A step with int8 decodes
+            the moments of 256 MiB of parameters, or of the largest parameter, at a time.
         offload_moments: keep the moments in CPU memory, pinned where the parameters are on a GPU. Steps copy them to
             the parameters' device and back, and wait for it. The numbers are the same bits, but for the random
             rounding of bfloat16 moments, which draws other numbers.
@@ -97,8 +102,8 @@ class FusedAdamW(torch.optim.Optimizer):
         offload_moments: bool = False,
     ) -> None:
         check_offered({"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable})
-        if moment_dtype not in (torch.float32, torch.bfloat16):
-            raise TypeError(f"moment_dtype is {moment_dtype}, expected torch.float32 or torch.bfloat16.")
+        if moment_dtype not in (torch.float32, torch.bfloat16, torch.int8):
+            raise TypeError(f"moment_dtype is {moment_dtype}, expected torch.float32, torch.bfloat16 or torch.int8.")
         self.moment_dtype, self.offload_moments = moment_dtype, offload_moments
         self._seen: dict[Tensor, _Seen] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -116,6 +121,12 @@ class FusedAdamW(torch.optim.Optimizer):
             check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
 
+    @staticmethod
+    def moment_bytes(shape: Sequence[int], moment_dtype: torch.dtype) -> int:
+        """Bytes of both moments of a parameter of this shape, or of its shard, unless the parameter is float64."""
+        is_coded = moment_dtype == torch.int8
+        return coded_bytes(shape) if is_coded else 2 * moment_dtype.itemsize * math.prod(shape)
+
     @torch.no_grad()
     def initialize_state(self) -> None:
         """Creates missing state before the first step, so that a checkpoint can be loaded into it."""
@@ -127,7 +138,7 @@ class FusedAdamW(torch.optim.Optimizer):
         """Moves the state, as the parameters are moved. Moments that ``offload_moments`` keeps stay."""
         for state in self.state.values():
             for key, tensor in state.items():
-                if not (self.offload_moments and key in MOMENTS):
+                if not (self.offload_moments and _is_of_moments(key)):
                     state[key] = tensor.to(device)
 
     @torch.no_grad()
@@ -170,12 +181,12 @@ class FusedAdamW(torch.optim.Optimizer):
             check_scalar("coefficient", coefficient, parts[0].parameter.device)
             check_scalar("found_inf", found_inf, parts[0].parameter.device)
         for group, parts in calls:
-            for bucket in buckets(parts) if self.offload_moments else [parts]:
+            for bucket in buckets(parts) if self.offload_moments or self.moment_dtype == torch.int8 else [parts]:
                 here = [self._with_moments_here(part) for part in bucket]
                 _step(group, here, coefficient, found_inf)
-                if self.offload_moments:
-                    for part, moved in zip(bucket, here, strict=True):
-                        write_back(part, moved)
+                for number, (part, moved) in enumerate(zip(bucket, here, strict=True)):
+                    if moved is not part:
+                        write_back(part, moved, number, found_inf)
         for parameter, copy in copies:
             parameter.copy_(copy)
         # A later backward pass through the old weights must raise an error. 0.2 ms for 2000 parameters.
@@ -223,8 +234,9 @@ class FusedAdamW(torch.optim.Optimizer):
             check_parameter(parameter)
             dtypes = state_dtypes(parameter, self.moment_dtype)
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for key in MOMENTS:
-                state[key] = torch.zeros_like(parameter, dtype=dtypes[key])
+            for key in filter(_is_of_moments, dtypes):
+                zeros = scale_like(parameter) if key in SCALES else torch.zeros_like(parameter, dtype=dtypes[key])
+                state[key] = zeros
             self._placed(state)
         if parameter.dtype in NARROW and "master" not in state:
             state["master"] = parameter.detach().float()
@@ -233,11 +245,13 @@ class FusedAdamW(torch.optim.Optimizer):
     def _placed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state, whose moments are moved to CPU memory if they belong there."""
         if self.offload_moments:
-            state |= {key: to_host(state[key]) for key in MOMENTS}
+            state |= {key: to_host(tensor) for key, tensor in state.items() if _is_of_moments(key)}
         return state
 
     def _with_moments_here(self, part: "_Parts") -> "_Parts":
-        return part._replace(**copies_of(part, part.parameter.device)) if self.offload_moments else part
+        if not self.offload_moments and part.exp_avg_scale is None:
+            return part
+        return part._replace(**copies_of(part, part.parameter.device))
 
     def _checked_state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state, which is checked unless it is what the last step left."""
@@ -247,7 +261,8 @@ class FusedAdamW(torch.optim.Optimizer):
         state = self._state_of(parameter)
         dtypes = state_dtypes(parameter, self.moment_dtype)
         check_state(parameter, state, dtypes, offloads_moments=self.offload_moments)
-        self._seen[parameter] = _seen(state)
+        if MOMENTS[0] in state:
+            self._seen[parameter] = _seen(state)
         return state
 
     def _parts_by_dtype(self, group: dict[str, Any], copies: list[tuple[Tensor, Tensor]]) -> Iterator[list["_Parts"]]:
@@ -268,6 +283,10 @@ class FusedAdamW(torch.optim.Optimizer):
                 parts = _parts(parameter, gradient, state)
                 lists.setdefault((parameter.device, parameter.dtype, gradient.dtype), []).append(parts)
         yield from lists.values()
+
+
+def _is_of_moments(key: str) -> bool:
+    return key not in ("step", "master")
 
 
 _Seen = tuple[int, weakref.ref, weakref.ref, weakref.ref, weakref.ref]
@@ -310,22 +329,33 @@ class _Parts(NamedTuple):
     master: Tensor
     """The parameter itself where it is float32 or float64."""
     step: Tensor
+    exp_avg_scale: Tensor | None = None
+    """Scales of moments that are codes, as `exp_avg_sq_scale`."""
+    exp_avg_sq_scale: Tensor | None = None
+
+
+_STEPPED = _Parts._fields[:6]  # the kernel takes them
 
 
 def _parts(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> _Parts:
     parts = _local_parts(parameter, gradient, state)
-    if all(map(Tensor.is_contiguous, parts)):
+    if all(getattr(parts, name).is_contiguous() for name in _STEPPED):
         return parts
     check_parameter(parameter)
     _follow_layout(parameter, state)
-    *tensors, step = _local_parts(parameter, gradient, state)
-    return _Parts._make([*(in_order_of(tensors[0], tensor) for tensor in tensors), step])
+    parts = _local_parts(parameter, gradient, state)
+    tensors = {key: in_order_of(parts.parameter, getattr(parts, key)) for key in _STEPPED if key != "step"}
+    return parts._replace(**tensors)
 
 
 def _local_parts(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> _Parts:
     master = state.get("master", parameter)
-    parts = _Parts(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master, state["step"])
-    return _Parts(*map(local_part, parts)) if isinstance(parameter, DTensor) else parts
+    first, second = CODES if CODES[0] in state else MOMENTS
+    scale, scale_sq = map(state.get, SCALES)
+    parts = _Parts(parameter, gradient, state[first], state[second], master, state["step"], scale, scale_sq)
+    if not isinstance(parameter, DTensor):
+        return parts
+    return _Parts(**{name: local_part(x) for name, x in parts._asdict().items() if x is not None})
 
 
 def _follow_layout(parameter: Tensor, state: dict[str, Tensor]) -> None:
@@ -334,12 +364,13 @@ def _follow_layout(parameter: Tensor, state: dict[str, Tensor]) -> None:
     The orders differ where the state was loaded, or was made before the parameter became channels-last.
     """
     for key, tensor in state.items():
-        if key != "step" and tensor.stride() != parameter.stride():
+        if key != "step" and key not in SCALES and tensor.stride() != parameter.stride():
             state[key] = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _step(group: dict[str, Any], parts: list[_Parts], coefficient: Tensor | None, found_inf: Tensor | None) -> None:
-    parameters, gradients, exp_avgs, exp_avg_sqs, masters, steps = map(list, zip(*parts, strict=True))
+    lists = map(list, zip(*(part[: len(_STEPPED)] for part in parts), strict=True))
+    parameters, gradients, exp_avgs, exp_avg_sqs, masters, steps = lists
     lr, beta1, beta2 = group["lr"], *group["betas"]
     # The kernel reads a learning rate on a GPU. A learning rate on the CPU is read here, without waiting for a device.
     lr_tensor = lr.to(steps[0].device, torch.float32) if isinstance(lr, Tensor) and not lr.is_cpu else None
@@ -355,18 +386,37 @@ def _step(group: dict[str, Any], parts: list[_Parts], coefficient: Tensor | None
 
 def _loaded_state(parameter: Tensor, saved: dict[str, Any], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
     """Converts the state that torch's AdamW or ours saved: moments of any dtype, a step count on any device."""
-    if missing := [key for key in ("step", *MOMENTS) if key not in saved]:
+    expected = (*CODES, *SCALES) if CODES[0] in saved else MOMENTS
+    if missing := [key for key in ("step", *expected) if key not in saved]:
         raise ValueError(
             f"the state of a parameter of shape {tuple(parameter.shape)} has no {', '.join(missing)}: this state dict "
             "is not AdamW's, or it is a flat one, which torch cannot read while there are gradients: zero_grad() first."
         )
     check_count(saved["step"])
     state = {"step": torch.as_tensor(saved["step"], dtype=torch.float32, device=parameter.device).reshape(())}
+    for key in (*expected, *({"master"} & saved.keys() & dtypes.keys())):
+        check_moment(key, saved[key], parameter)
+    moments = saved if {*expected} <= dtypes.keys() else _recoded(parameter, saved)
     for key, dtype in dtypes.items():
-        if key in saved:
-            check_moment(key, saved[key], parameter)
-            state[key] = saved[key].to(device=parameter.device, dtype=dtype)
+        if key in moments:
+            state[key] = moments[key].to(device=parameter.device, dtype=dtype)
     return state
+
+
+def _recoded(parameter: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved state with codes of its moments, rounded to nearest, or with the moments of its codes."""
+    if CODES[0] in saved:
+        pairs = ([local_part(saved[key]) for key in pair] for pair in zip(CODES, SCALES, strict=True))
+        found = {key: torch.empty_like(parameter, dtype=torch.float32) for key in MOMENTS}
+        for tensor, pair in zip(found.values(), pairs, strict=True):
+            local_part(tensor).copy_(decoded(*pair))
+    else:
+        codes = [torch.zeros_like(parameter, dtype=code.dtype) for code in CODE_OF.values()]
+        scales = [scale_like(parameter), scale_like(parameter)]
+        moments = [local_part(saved[key]).to(parameter.device, torch.float32).contiguous() for key in MOMENTS]
+        encode(moments, [*map(local_part, codes)], [*map(local_part, scales)], None, None)
+        found = dict(zip((*CODES, *SCALES), (*codes, *scales), strict=True))
+    return saved | found
 
 
 # ---- fakes ---------------------------------------------------------------------------------------------------------

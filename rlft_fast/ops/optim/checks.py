@@ -10,13 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from rlft_fast.ops.library import check_device
+from rlft_fast.ops.optim.eight_bits import CODE_OF, CODES, MOMENTS, SCALES, is_coded
 from rlft_fast.ops.optim.memory_order import overlaps
 
 NARROW = (torch.float16, torch.bfloat16)
 WIDE = {torch.float64: torch.float64} | dict.fromkeys(
     (torch.float32, *NARROW), torch.float32
 )  # the dtype of the master
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOT_OFFERED = ("amsgrad", "maximize", "differentiable")  # options of torch.optim.AdamW that would change the formula
 _MOST_STEPS = 2**24  # at which adding 1 to a float32 stops changing it
 
@@ -120,9 +120,15 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def state_dtypes(parameter: Tensor, moment_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtypes of a parameter's moments and, if it is narrow, of its master."""
+    """The dtypes of a parameter's moments, or of their codes and scales, and of the master of a narrow parameter."""
     wide = WIDE[parameter.dtype]
-    dtypes = dict.fromkeys(MOMENTS, wide if wide == torch.float64 else moment_dtype)
+    if moment_dtype != torch.int8 or wide == torch.float64:
+        dtypes = dict.fromkeys(MOMENTS, wide if wide == torch.float64 else moment_dtype)
+    elif is_coded(parameter):
+        codes = {key: CODE_OF[name].dtype for key, name in zip(CODES, MOMENTS, strict=True)}
+        dtypes = codes | dict.fromkeys(SCALES, torch.float32)
+    else:
+        dtypes = dict.fromkeys(MOMENTS, torch.float32)
     return dtypes | {"master": wide} if parameter.dtype in NARROW else dtypes
 
 
@@ -130,11 +136,16 @@ def check_state(
     parameter: Tensor, state: dict[str, Any], dtypes: dict[str, torch.dtype], *, offloads_moments: bool = False
 ) -> None:
     """Raises TypeError or ValueError for state that no step of this parameter has left."""
+    if CODES[0] in state and CODES[0] not in dtypes and MOMENTS[0] not in state:
+        raise ValueError(
+            f"the moments of a parameter of shape {tuple(parameter.shape)} are codes of its rows, but it has strides "
+            f"{local_part(parameter).stride()} now: make it contiguous()."
+        )
     for key, dtype in dtypes.items():
         tensor = state.get(key)
         check_moment(key, tensor, parameter)
         assert isinstance(tensor, Tensor)
-        device = torch.device("cpu") if offloads_moments and key in MOMENTS else parameter.device
+        device = torch.device("cpu") if offloads_moments and key != "master" else parameter.device
         if (tensor.dtype, local_part(tensor).device) != (dtype, device):
             raise TypeError(
                 f"{key} is {tensor.dtype} on {local_part(tensor).device}, expected {dtype} on {device}: "
@@ -151,13 +162,18 @@ def check_state(
 
 
 def check_moment(key: str, tensor: Any, parameter: Tensor) -> None:
-    """Raises TypeError or ValueError unless a moment or master is a dense real tensor as its parameter."""
+    """Raises TypeError or ValueError unless a moment, its codes or a master is a dense tensor as its parameter.
+
+    Scales have one number for each row of the parameter.
+    """
+    expected = (*parameter.shape[:-1], 1) if key in SCALES else tuple(parameter.shape)
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{key} is a {type(tensor).__name__}, expected a tensor of shape {tuple(parameter.shape)}.")
-    if not tensor.is_floating_point() or tensor.layout != torch.strided:
+        raise TypeError(f"{key} is a {type(tensor).__name__}, expected a tensor of shape {expected}.")
+    if tensor.layout != torch.strided or not (tensor.is_floating_point() or key in CODES):
         raise TypeError(f"{key} is {tensor.dtype} of layout {tensor.layout}, expected dense floating-point numbers.")
-    if tensor.shape != parameter.shape:
-        raise ValueError(f"{key} has shape {tuple(tensor.shape)}, its parameter {tuple(parameter.shape)}.")
+    if tuple(tensor.shape) != expected:
+        of_rows = " and rows" if key in SCALES else ""
+        raise ValueError(f"{key} has shape {tuple(tensor.shape)}, its parameter{of_rows} {expected}.")
     if isinstance(tensor, DTensor) != isinstance(parameter, DTensor):
         raise ValueError(
             f"{key} is a {type(tensor).__name__}, its parameter a {type(parameter).__name__}: "

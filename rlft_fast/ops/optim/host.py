@@ -1,7 +1,7 @@
-"""Moments that wait in CPU memory. A step copies them to the parameters' device and back, a bucket at a time.
+"""Moments that wait in CPU memory, or in 8 bits. A step copies or decodes them, and puts them back, bucket by bucket.
 
-Only the place of the moments changes: the same kernel steps with the same numbers. A step moves 16 bytes for each
-float32 parameter over the bus, and needs the memory of a bucket on the device, or that of the largest parameter's
+The same kernel steps. With moments in CPU memory the numbers are the same, too, and a step moves 16 bytes for each
+float32 parameter over the bus. A step needs the memory of a bucket on the device, or that of the largest parameter's
 moments.
 """
 
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlft_fast.ops.optim.checks import MOMENTS, local_part
+from rlft_fast.ops.optim.checks import local_part
+from rlft_fast.ops.optim.eight_bits import MOMENTS, SCALES, decoded, encode, seed_of
 
 BUCKET_BYTES = 256 * 2**20
+_ITEMSIZES = {torch.int8: 4, torch.uint8: 4}  # of decoded moments
 
 
 class _HasMoments(Protocol):
@@ -22,6 +24,12 @@ class _HasMoments(Protocol):
     def exp_avg(self) -> Tensor: ...
     @property
     def exp_avg_sq(self) -> Tensor: ...
+    @property
+    def exp_avg_scale(self) -> Tensor | None: ...
+    @property
+    def exp_avg_sq_scale(self) -> Tensor | None: ...
+    @property
+    def step(self) -> Tensor: ...
 
 
 T = TypeVar("T", bound=_HasMoments)
@@ -44,7 +52,7 @@ def buckets(parts: Sequence[T]) -> Iterator[list[T]]:
     bucket: list[T] = []
     size = 0
     for part in parts:
-        own = part.exp_avg.nbytes + part.exp_avg_sq.nbytes
+        own = sum(_ITEMSIZES.get(x.dtype, x.itemsize) * x.numel() for x in (part.exp_avg, part.exp_avg_sq))
         if bucket and size + own > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
@@ -54,11 +62,32 @@ def buckets(parts: Sequence[T]) -> Iterator[list[T]]:
 
 
 def copies_of(part: T, device: torch.device) -> dict[str, Tensor]:
-    """Copies of the moments on the device. Nothing waits for them but the device itself."""
-    return {key: getattr(part, key).to(device, non_blocking=True, copy=True) for key in MOMENTS}
+    """Copies of the moments on the device, decoded. Nothing waits for them but the device itself."""
+    if part.exp_avg_scale is None:
+        return {key: getattr(part, key).to(device, non_blocking=True, copy=True) for key in MOMENTS}
+    pairs = [
+        [getattr(part, key).to(device, non_blocking=True) for key in pair] for pair in zip(MOMENTS, SCALES, strict=True)
+    ]
+    return {key: decoded(*pair) for key, pair in zip(MOMENTS, pairs, strict=True)}
 
 
-def write_back(part: T, moved: T) -> None:
-    """Writes the moments back, and waits until they are there, because the host may read them at any time."""
-    for key in MOMENTS:
-        getattr(part, key).copy_(getattr(moved, key))
+def write_back(part: T, moved: T, number: int, found_inf: Tensor | None) -> None:
+    """Writes the moments back, and waits until they are in the CPU's memory, which the host may read at any time.
+
+    Args:
+        part: its moments are written.
+        moved: from `copies_of`, after the step.
+        number: of the parameter among others, which are rounded otherwise.
+        found_inf: 0-d; where it is not 0, codes of moments stay.
+    """
+    moments = [getattr(moved, key) for key in MOMENTS]
+    if part.exp_avg_scale is None:
+        for key, moment in zip(MOMENTS, moments, strict=True):
+            getattr(part, key).copy_(moment)
+        return
+    kept = [getattr(part, key) for key in (*MOMENTS, *SCALES)]
+    here = [tensor.to(moments[0].device, non_blocking=True) for tensor in kept]
+    encode(moments, here[:2], here[2:], seed_of(part.step, number), found_inf)
+    for old, new in zip(kept, here, strict=True):
+        if new is not old:
+            old.copy_(new)

@@ -20,7 +20,7 @@ from tests.support.privileges import permissions_hold
 STATE = {"step": 3, "seconds": 1.5, "accuracy_before": None}
 
 
-@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16", "int8"])
 def test_continues_bit_for_bit(moment_dtype, tiny_model, tmp_path):
     engines = make_engines(tiny_model("llama-tied"), moment_dtype=moment_dtype)
     step(engines, seed=0)

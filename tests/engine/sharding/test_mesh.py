@@ -39,7 +39,7 @@ BFLOAT16 = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("config", [{}, BFLOAT16, {"lora": {"rank": 4}}], ids=["float32", "bfloat16", "lora"])
-@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16", "int8"])
 def test_state_is_what_an_engine_holds(config, moment_dtype, trains, tiny_model):
     """Weights, and of those that train as many bytes of gradients, and what the optimizer keeps."""
     steps = 1 if trains else None

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
+from rlft_fast.ops.optim.checks import local_part
 from tests.ops.optim.adamw_problems import (
     OPTIONS,
     as_parameters,
@@ -24,6 +25,7 @@ def two_processes(rank: int) -> None:
         fully_sharded_model(rank, dtype)
     mixed_placements(rank)
     mesh = init_device_mesh("cpu", (2,))
+    moments_in_8_bits(mesh)
     backward_through_old_weights(mesh)
     bad = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     bad.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
@@ -92,6 +94,33 @@ def mixed_placements(rank: int) -> None:
     for mine, other in zip(ours, whole, strict=True):
         result = mine.full_tensor() if isinstance(mine, DTensor) else mine
         torch.testing.assert_close(result, other, rtol=1e-5, atol=1e-6)
+
+
+def moments_in_8_bits(mesh: DeviceMesh) -> None:
+    """Rows have the same scales on any rank. Rows that no rank has whole keep their moments in float32."""
+    full = random_tensors([(7, 5), (1, 3), (6, 4)])
+    placements = [Shard(0), Shard(0), Shard(1)]
+    sharded = [nn.Parameter(distribute_tensor(x, mesh, [p])) for x, p in zip(full, placements, strict=True)]
+    whole = as_parameters(full)
+    optimizers = [FusedAdamW(x, **OPTIONS, moment_dtype=torch.int8) for x in (sharded, whole)]
+    gradients = random_tensors([x.shape for x in full], seed=1)
+    for mine, other, gradient in zip(sharded, whole, gradients, strict=True):
+        mine.grad, other.grad = distribute_tensor(gradient, mesh, mine.placements), gradient
+    for optimizer in optimizers:
+        optimizer.step()
+    for i, (mine, other) in enumerate(zip(sharded, whole, strict=True)):
+        assert torch.equal(mine.full_tensor(), other)
+        states = [optimizer.state[p] for optimizer, p in zip(optimizers, (mine, other), strict=True)]
+        assert ("exp_avg" in states[0]) == (i == 2)
+        for key in ("exp_avg_scale", "exp_avg_sq_scale") if i < 2 else ():
+            assert torch.equal(states[0][key].full_tensor(), states[1][key])
+    model = nn.ParameterList(sharded)
+    fresh = FusedAdamW(sharded, lr=1.0, moment_dtype=torch.int8)
+    set_optimizer_state_dict(model, fresh, copy.deepcopy(get_optimizer_state_dict(model, optimizers[0])))
+    for mine in sharded:
+        saved, loaded = optimizers[0].state[mine], fresh.state[mine]
+        assert saved.keys() == loaded.keys()
+        assert all(torch.equal(local_part(saved[key]), local_part(loaded[key])) for key in saved)
 
 
 def backward_through_old_weights(mesh: DeviceMesh) -> None:
