@@ -30,9 +30,9 @@ def read_text(path: Path, newline: str | None = None, content: bytes | None = No
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no regular file")
     try:
-        with io.BytesIO(content) if content is not None else path.open("rb") as file:
-            with io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as decoder:
-                text = decoder.read()
+        binary = io.BytesIO(content) if content is not None else path.open("rb")
+        with io.TextIOWrapper(binary, encoding="utf-8-sig", newline=newline) as file:
+            text = file.read()
     except UnicodeDecodeError as error:
         require_no_utf16(error.object)
         byte = error.object[error.start]
