@@ -81,6 +81,7 @@ def test_kills_at_random_moments(num_kills, tmp_path):
     assert kill_in_process_of_its_own(tmp_path, "copied", num_kills, 1.5).startswith(f"{num_kills} kills of ")
 
 
+@pytest.mark.long
 @needs_vllm
 def test_kills_beside_vllm(tmp_path):
     assert kill_in_process_of_its_own(tmp_path, "vllm", 4, 40.0).startswith("4 kills of ")
