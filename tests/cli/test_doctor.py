@@ -50,7 +50,9 @@ def test_extras_have_versions_or_say_what_they_lack(report):
     for name, packages in extras.items():
         found = {re.split(r"\W", package.replace("-", "_"))[0]: package for package in packages}
         missing = [
-            package for module, package in found.items() if find_spec({"pyyaml": "yaml"}.get(module, module)) is None
+            package
+            for module, package in found.items()
+            if find_spec({"pyyaml": "yaml", "pillow": "PIL"}.get(module, module)) is None
         ]
         if name != "dev":
             status, detail = report[f"extra {name}"]
