@@ -3,7 +3,6 @@
 import contextlib
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,17 +23,6 @@ ALONE = {"algorithm__advantage": "none", "reward": {}}
 @pytest.fixture(scope="module")
 def model(tiny_model):
     return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory) -> Path:
-    """A model of another architecture and size, with the policy's tokens, whose distributions are far from flat."""
-    folder = save_tiny_model("qwen2", tmp_path_factory.mktemp("teacher"), num_hidden_layers=1)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        plain.get_output_embeddings().weight.mul_(4)
-    plain.save_pretrained(folder)
-    return folder
 
 
 def config_of(model, folder, teacher, **changes):

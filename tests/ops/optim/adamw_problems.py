@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from rlft_fast.ops import FusedAdamW
 from rlft_fast.ops.optim import reference
 
 NARROW = [torch.bfloat16, torch.float16]
@@ -28,6 +29,22 @@ def take_steps(optimizer: torch.optim.Optimizer, count: int, *, first: int = 1, 
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = (gradient / number).to(parameter.device, parameter.dtype)
         optimizer.step(**options)
+
+
+def loss_curve(moment_dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """A network learns from another network's answers: the loss of each of 200 steps, float64."""
+    torch.manual_seed(seed)
+    teacher, student = (nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(2))
+    optimizer = FusedAdamW(student.parameters(), lr=3e-3, betas=(0.9, 0.999), moment_dtype=moment_dtype)
+    losses = []
+    for _ in range(200):
+        inputs = torch.randn(256, 32)
+        loss = nn.functional.mse_loss(student(inputs), teacher(inputs).detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 def exact_steps(weight: Tensor, gradients: list[Tensor], **options) -> dict[str, Tensor]:

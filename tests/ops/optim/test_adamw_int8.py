@@ -5,12 +5,20 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlft_fast.ops import FusedAdamW
 from rlft_fast.ops.optim import eight_bits
 from rlft_fast.ops.optim.eight_bits import CODE_OF, CODES, MOMENTS, SCALES, decoded, encode, scale_like
-from tests.ops.optim.adamw_problems import OPTIONS, as_parameters, assert_same_bits, bits, random_tensors, take_steps
+from tests.ops.optim.adamw_problems import (
+    OPTIONS,
+    as_parameters,
+    assert_same_bits,
+    bits,
+    loss_curve,
+    random_tensors,
+    take_steps,
+)
 from tests.support.devices import DEVICES
 
 SHAPES = [(129, 7), (64,), (3, 5, 40), (4, 0), (0, 4)]
@@ -79,26 +87,11 @@ def test_codes_of_torch_are_read_back():
 # Spread: the standard deviation of the curve over seeds, which is 3 to 12 % of the loss.
 def test_200_steps_learn_as_with_float32_moments():
     wide, narrow = (
-        torch.stack([loss_curve(dtype, seed) for seed in range(3)]) for dtype in (torch.float32, torch.int8)
+        torch.stack([loss_curve(dtype, seed).view(10, 20).mean(1) for seed in range(3)])
+        for dtype in (torch.float32, torch.int8)
     )
     assert wide[:, -1].mean() < 0.1 * wide[:, 0].mean()
     assert ((narrow - wide).mean(0).abs() < 0.25 * wide.std(0)).all()
-
-
-def loss_curve(moment_dtype: torch.dtype, seed: int) -> Tensor:
-    """A network learns from another network's answers: mean losses of 20 steps."""
-    torch.manual_seed(seed)
-    teacher, student = (nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(2))
-    optimizer = FusedAdamW(student.parameters(), lr=3e-3, betas=(0.9, 0.999), moment_dtype=moment_dtype)
-    losses = []
-    for _ in range(200):
-        inputs = torch.randn(256, 32)
-        loss = nn.functional.mse_loss(student(inputs), teacher(inputs).detach())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses).double().view(10, 20).mean(1)
 
 
 def optimizer_of(dtype: torch.dtype = torch.float32, device: str = "cpu", **options) -> FusedAdamW:

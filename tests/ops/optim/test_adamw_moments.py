@@ -15,6 +15,7 @@ from tests.ops.optim.adamw_problems import (
     as_parameters,
     assert_same_bits,
     bits,
+    loss_curve,
     random_tensors,
     take_steps,
 )
@@ -102,21 +103,6 @@ def test_200_steps_learn_as_with_float32_moments():
     assert curves[0][-50:].mean() < 0.1 * curves[0][:5].mean()
     ratio = curves[1].view(10, 20).mean(1) / curves[0].view(10, 20).mean(1)
     torch.testing.assert_close(ratio, torch.ones(10, dtype=torch.float64), rtol=0.02, atol=0.0)
-
-
-def loss_curve(moment_dtype: torch.dtype) -> Tensor:
-    torch.manual_seed(0)
-    teacher, student = (nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(2))
-    optimizer = FusedAdamW(student.parameters(), lr=3e-3, betas=(0.9, 0.999), moment_dtype=moment_dtype)
-    losses = []
-    for _ in range(200):
-        inputs = torch.randn(256, 32)
-        loss = nn.functional.mse_loss(student(inputs), teacher(inputs).detach())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return torch.tensor(losses, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("device", DEVICES)

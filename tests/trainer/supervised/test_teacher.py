@@ -12,17 +12,6 @@ from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, enco
 from tests.trainer.toy import comparable, read_lines
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """A model of another architecture, whose distributions are far from flat."""
-    folder = save_tiny_model("qwen2", tmp_path_factory.mktemp("teacher"), num_hidden_layers=1)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        plain.get_output_embeddings().weight.mul_(4)
-    plain.save_pretrained(folder)
-    return folder
-
-
 def plain_logprobs(model, row: dict[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
     """(K taught tokens of a row, their log-probabilities over the vocabulary)."""
     completion = torch.tensor([*encode(row["completion"]), 256])
