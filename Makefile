@@ -187,11 +187,11 @@ test-cpus: install
 # The site of docs/, with pages of the API from docstrings, in build/site/html. A dead link fails it.
 docs: $(DOCS)/.installed
 	$(DOCS)/bin/python docs/stage.py build/site/pages
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	$(DOCS)/bin/zensical build --strict --clean
 
 $(DOCS)/.installed: Makefile
 	$(PYTHON) -m venv --clear $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.8.2 "mkdocstrings[python]==1.0.8"
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check zensical==0.0.73 "mkdocstrings[python]==1.0.8"
 	@touch $@
 
 # kill -9 of workers and of generators on Ray at 20 random moments each; an hour.
