@@ -196,8 +196,12 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _turn(turn: Any) -> dict[str, Any]:
     """A turn of an episode with fields of the right types."""
     turn = turn if isinstance(turn, dict) else {}
-    text = turn.get("text")
-    return {"sampled": turn.get("sampled") is True, "text": text if isinstance(text, str) else ""}
+    text, reward = turn.get("text"), drawable(turn.get("reward"))
+    return {
+        "sampled": turn.get("sampled") is True,
+        "text": text if isinstance(text, str) else "",
+        **({} if reward is None else {"reward": reward}),
+    }
 
 
 def _read_tokens(run: Path, counts: Mapping[int, int], max_bytes: int, notes: list[str]) -> Tokens:
