@@ -32,7 +32,7 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.picture import OURS_COLOR, save
 from rlft_fast.config import AlgorithmConfig
-from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, Samples, plan_batch, share_prompts
+from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, Samples, plan_batch, share_prefixes
 from rlft_fast.engine.forward import gather_outputs, prepare_micro_batches
 from rlft_fast.trainer.experience import build_batch, rollout_metrics, rows_with_signal, scored_samples
 from rlft_fast.trainer.objective import Objective
@@ -165,7 +165,7 @@ class Step:
 
     def cut(self) -> None:
         """The micro-batches of one rank, and their layouts."""
-        self.layouts = [share_prompts(part) for part in prepare_micro_batches(self.batch, self.plan, 0)]
+        self.layouts = [share_prefixes(part) for part in prepare_micro_batches(self.batch, self.plan, 0)]
 
 
 STAGES: dict[str, Callable[[Step], None]] = {

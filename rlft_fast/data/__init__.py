@@ -1,11 +1,11 @@
-"""Samples in columns, packed batches, the plan that cuts them, and the layout in which equal prompts run once."""
+"""Samples in columns, packed batches, the plan that cuts them, and the layout in which equal prefixes run once."""
 
 from rlft_fast.errors import needing_train
 
 with needing_train():
     from rlft_fast.data.batch import IGNORE_INDEX, Batch, cat_lists, cat_supports
     from rlft_fast.data.images import Images, image_table
-    from rlft_fast.data.layout import PackedLayout, pad_sequences, plan_batch, share_prompts
+    from rlft_fast.data.layout import PackedLayout, pad_sequences, plan_batch, share_prefixes
     from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
     from rlft_fast.data.samples import Samples, cat_samples
     from rlft_fast.data.shares import Share, cut_shares, join_outputs
@@ -27,5 +27,5 @@ __all__ = [
     "pad_sequences",
     "plan_batch",
     "plan_micro_batches",
-    "share_prompts",
+    "share_prefixes",
 ]

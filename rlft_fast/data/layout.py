@@ -1,11 +1,13 @@
-"""Equal prompts run once: the samples of a prompt attend to one copy of it, and what no output depends on never runs.
+"""Equal prefixes run once: sequences that begin alike attend to one copy, and what no output depends on never runs.
 
-GRPO answers every prompt several times, so a packed batch repeats each prompt as often. Hidden states of a prompt do
-not depend on what follows it; here each becomes one segment, and the completions become segments that attend to it and
-to themselves. Outputs and gradients are those of the plain batch, up to the order of additions.
+GRPO answers every prompt several times, prompts have a system message in common, and branches of an episode its first
+turns. A hidden state does not depend on the tokens that follow it. So a sequence runs only the tokens that no earlier
+sequence has, and they attend to all tokens before them in the sequence. Every position keeps its own term of the loss:
+positions of one row read the same hidden state, and their gradients add up in it. Outputs and gradients are those of
+the plain batch, up to the order of additions.
 
-    batch    [p p p a a] [p p p b]        rows    [p p p] [a] [b -> not run if nothing is predicted from it] ...
-    queries  [p p p] [a]                  keys    [p p p] [p p p a]
+    batch    [p p p a b] [p p p a c c] [p p q q]    rows    [p p p] [a] [c] [q]    (the last token predicts nothing)
+    queries  [p p p] [a] [c] [q]                    keys    [p p p] [p p p a] [p p p a c] [p p q]
 
 Shapes: T packed tokens, U rows that run, M keys.
 """
@@ -20,6 +22,7 @@ from torch import Tensor
 from rlft_fast.data.batch import Batch, cumulative, token_ranges
 from rlft_fast.data.padding import plan_padded
 from rlft_fast.data.planning import MicroBatchPlan, check_lengths, plan_micro_batches
+from rlft_fast.data.prefixes import PrefixTree, common_length, prefix_tree
 
 _UNITS_PER_RANK = 4  # enough pieces to balance the ranks; more would repeat prompts for nothing
 
@@ -67,44 +70,39 @@ def pad_sequences(batch: Batch) -> PackedLayout:
     )  # fmt: skip
 
 
-def share_prompts(batch: Batch) -> PackedLayout:
-    """The layout in which equal prompts run once, and only tokens that an active position depends on run at all.
+def share_prefixes(batch: Batch) -> PackedLayout:
+    """The layout in which equal prefixes run once, and only tokens that an active position depends on run at all.
 
-    A prompt ends with the first position of `Batch.loss_mask_T` in its sequence.
+    Prefixes are equal if their tokens are and the images of their sequences are, sampled tokens or not.
 
     Args:
         batch: on the CPU.
     """
     prompt_B, used_B = _prompt_and_used_lengths(batch)
     number_B = _prompt_numbers(batch, prompt_B)
+    cut_B = np.where(np.bincount(number_B)[number_B] > 1, prompt_B, used_B)
     order_B = number_B.argsort(kind="stable")  # prompt after prompt
-    number_B, prompt_B, used_B = number_B[order_B], prompt_B[order_B], used_B[order_B]
     start_B = batch.cu_seqlens.numpy()[:-1][order_B].astype(np.int64)
-    first_B = np.searchsorted(number_B, number_B)  # the sequence whose copy of the prompt runs
-    is_first_B = first_B == np.arange(len(first_B))
-    is_shared_B = np.bincount(number_B)[number_B] > 1
+    cut_B, used_B = cut_B[order_B], used_B[order_B]
+    parent_B, shared_B = prefix_tree(batch.input_ids_T.numpy(), start_B, used_B, _image_numbers(batch)[order_B])
 
-    # Every sequence has two segments, its prompt and the rest. They are empty where another sequence runs the prompt,
-    # and where nothing follows it. Where no other sequence has the prompt, the first segment is the whole sequence.
-    first = is_first_B * np.where(is_shared_B, prompt_B, used_B)
-    size = _interleaved(first, is_shared_B * (used_B - prompt_B))
-    row = cumulative(size)[:-1]
-    prefix_B, prefix_row_B = is_shared_B * prompt_B, row[2 * first_B]
-    token_index_U = _ranges(_interleaved(start_B, start_B + prompt_B), size)
+    # Every sequence has two segments: its own tokens up to the end of a prompt that others have, too, and the rest.
+    end = _interleaved(cut_B, used_B)
+    begin = _interleaved(shared_B, np.maximum(shared_B, cut_B))
+    size, start = (end - begin).clip(0), start_B.repeat(2)
+    token_index_U = _ranges(start + begin, size)
     row_T = np.full(batch.num_tokens, -1)
-    row_T[_ranges(start_B, prefix_B)] = _ranges(prefix_row_B, prefix_B)
     row_T[token_index_U] = np.arange(len(token_index_U))
+    for own, parent, shared in zip(start_B.tolist(), start_B[parent_B].tolist(), shared_B.tolist(), strict=True):
+        row_T[own : own + shared] = row_T[parent : parent + shared]
 
-    prefix = _interleaved(np.zeros_like(prefix_B), prefix_B) * (size > 0)
-    key_index_M = None
-    if prefix.any():
-        keys = _ranges(_interleaved(prefix_row_B.repeat(2), row), _interleaved(prefix, size))
-        key_index_M = torch.from_numpy(keys)
+    runs = size > 0
+    key_index_M = torch.from_numpy(row_T[_ranges(start[runs], end[runs])]) if end[runs].sum() > size.sum() else None
     return PackedLayout(
         token_index_U=torch.from_numpy(token_index_U),
         row_T=torch.from_numpy(row_T),
-        cu_seqlens_q=_boundaries(size[size > 0]),
-        cu_seqlens_k=_boundaries((prefix + size)[size > 0]),
+        cu_seqlens_q=_boundaries(size[runs]),
+        cu_seqlens_k=_boundaries(end[runs]),
         key_index_M=key_index_M,
     )
 
@@ -113,6 +111,9 @@ def plan_batch(
     batch: Batch, max_tokens: int, world_size: int = 1, *, micro_batch_size: int | None = None, padded: bool = False
 ) -> MicroBatchPlan:
     """Plans a batch by the rows that run, keeping sequences with equal prompts together, and units whole.
+
+    A row that sequences of a unit share counts once, and so do the tokens that all sequences of the batch begin with.
+    Units that have more in common run fewer rows than planned.
 
     Sequences that will be padded are planned by their lengths instead, so that neighbours have similar lengths.
 
@@ -137,20 +138,23 @@ def plan_batch(
     if padded:
         unit_B = np.arange(batch.num_sequences) if batch.unit_B is None else _numbers(batch.unit_B.tolist())
         return plan_padded(used_B, unit_B, max_tokens, world_size, most)
-    number_B = _prompt_numbers(batch, prompt_B)
     if batch.unit_B is not None:
         unit_B = _numbers(batch.unit_B.tolist())
-        num_rows = _num_rows(unit_B, number_B, prompt_B, used_B)
-        _check_units(unit_B, num_rows, max_tokens)
     else:
-        share = int(_num_rows(number_B, number_B, prompt_B, used_B).sum()) // (_UNITS_PER_RANK * world_size)
-        unit_B = _cut(number_B, prompt_B, used_B, min(max_tokens, max(share, int(used_B.max(initial=0)))), most)
-        num_rows = _num_rows(unit_B, number_B, prompt_B, used_B)
+        number_B = _prompt_numbers(batch, prompt_B)
+        tree = _tree(batch, used_B, number_B)
+        share = int((used_B - tree.shared_B).sum()) // (_UNITS_PER_RANK * world_size)
+        limit = min(max_tokens, max(share, int(used_B.max(initial=0))))
+        unit_B = _cut(number_B, prompt_B, used_B, tree, limit, most)
+    num_rows = _num_rows(batch, used_B, unit_B)
+    _check_units(unit_B, num_rows, max_tokens)
+    common = _common_prefix(batch, used_B)  # runs once in every micro-batch
+    num_rows, max_tokens = (num_rows - common).clip(1), max(max_tokens - common, 1)
     sizes = np.bincount(unit_B, minlength=len(num_rows))
-    plan = plan_micro_batches(num_rows.clip(1), max_tokens, world_size=world_size)
+    plan = plan_micro_batches(num_rows, max_tokens, world_size=world_size)
     if np.diff(cumulative(sizes[plan.indices])[plan.offsets]).max(initial=0) > most:
         # A sequence takes as many rows as fill a micro-batch of the largest number, or its own where it has more.
-        lengths = np.maximum(num_rows.clip(1) * most, sizes * max_tokens)
+        lengths = np.maximum(num_rows * most, sizes * max_tokens)
         plan = plan_micro_batches(lengths, max_tokens * most, world_size=world_size)
     starts = cumulative(sizes)[:-1]
     members = unit_B.argsort(kind="stable")[_ranges(starts[plan.indices], sizes[plan.indices])]
@@ -163,13 +167,28 @@ def _numbers(keys: Iterable[Hashable]) -> np.ndarray:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
-def _num_rows(unit_B: np.ndarray, number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray) -> np.ndarray:
-    """(units,) rows that run: every prompt of a unit once, and the rest of each sequence."""
+def _tree(batch: Batch, used_B: np.ndarray, root_B: np.ndarray) -> PrefixTree:
+    """The prefix tree of the batch in its order, apart for each number of a root and for different images."""
+    root_B = _numbers(zip(root_B.tolist(), _image_numbers(batch).tolist(), strict=True))
+    return prefix_tree(batch.input_ids_T.numpy(), batch.cu_seqlens.numpy()[:-1], used_B, root_B)
+
+
+def _num_rows(batch: Batch, used_B: np.ndarray, unit_B: np.ndarray) -> np.ndarray:
+    """(units,) rows that run: every prefix of a unit once."""
     num_rows = np.zeros(unit_B.max(initial=-1) + 1, np.int64)
-    np.add.at(num_rows, unit_B, used_B - prompt_B)
-    _, first = np.unique(unit_B * len(unit_B) + number_B, return_index=True)
-    np.add.at(num_rows, unit_B[first], prompt_B[first])
+    np.add.at(num_rows, unit_B, used_B - _tree(batch, used_B, unit_B).shared_B)
     return num_rows
+
+
+def _common_prefix(batch: Batch, used_B: np.ndarray) -> int:
+    """Tokens that all sequences begin with, of the sequences that run and have the same images."""
+    start_B = batch.cu_seqlens.numpy()[:-1][used_B > 0].tolist()
+    if not start_B or np.ptp(_image_numbers(batch)[used_B > 0]):
+        return 0
+    tokens, common = batch.input_ids_T.numpy(), int(used_B[used_B > 0].min())
+    for start in start_B:
+        common = common_length(tokens[start : start + common], tokens[start_B[0] : start_B[0] + common])
+    return common
 
 
 def _check_units(unit_B: np.ndarray, num_rows: np.ndarray, max_tokens: int) -> None:
@@ -216,23 +235,29 @@ def _runs(mask_T: Tensor, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def _prompt_numbers(batch: Batch, prompt_B: np.ndarray) -> np.ndarray:
     """(B,) equal for sequences with equal prompts, in order of first appearance; without a prompt all are equal."""
-    bounds, image_B = batch.cu_seqlens.numpy(), np.full(len(prompt_B), -1)
-    if batch.image_B is not None:  # equal tokens do not mean equal prompts where images stand behind them
-        image_B = batch.image_B.numpy()
-    tokens = batch.input_ids_T.numpy()
+    bounds, tokens = batch.cu_seqlens.numpy(), batch.input_ids_T.numpy()
     prompts = (tokens[start:end].tobytes() for start, end in zip(bounds[:-1], bounds[:-1] + prompt_B, strict=True))
-    return _numbers(zip(prompts, image_B.tolist(), strict=True))
+    return _numbers(zip(prompts, _image_numbers(batch).tolist(), strict=True))
 
 
-def _cut(number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray, limit: int, most: int) -> np.ndarray:
+def _image_numbers(batch: Batch) -> np.ndarray:
+    """(B,) int64, 0 without images: equal tokens are not equal prefixes where different images stand behind them."""
+    return np.zeros(batch.num_sequences, np.int64) if batch.image_B is None else batch.image_B.numpy() + 1
+
+
+def _cut(
+    number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray, tree: PrefixTree, limit: int, most: int
+) -> np.ndarray:
     """(B,) units: sequences of a prompt stay together, but where they exceed a limit of rows or of sequences."""
     order_B = number_B.argsort(kind="stable")
-    unit_B, unit, rows, last, size = np.empty_like(number_B), -1, 0, -1, 0
-    columns = (x_B[order_B].tolist() for x_B in (number_B, prompt_B, used_B))
-    for b, number, prompt, used in zip(order_B, *columns, strict=True):
-        if number != last or rows + used - prompt > limit or size == most:
-            unit, rows, last, size = unit + 1, prompt, number, 0
-        rows, size = rows + used - prompt, size + 1
+    unit_B, unit, rows, last, size = np.full_like(number_B, -1), -1, 0, -1, 0
+    columns = (x_B[order_B].tolist() for x_B in (number_B, prompt_B, used_B, *tree))
+    for b, number, prompt, used, parent, shared in zip(order_B, *columns, strict=True):
+        # Behind a cut, the prompt alone is certain to be there.
+        own = used - (shared if number == last and unit_B[parent] == unit else prompt)
+        if number != last or rows + own > limit or size == most:
+            unit, rows, last, size, own = unit + 1, 0, number, 0, used
+        rows, size = rows + own, size + 1
         unit_B[b] = unit
     return unit_B
 

@@ -38,7 +38,7 @@ class ModelFlops(NamedTuple):
     def of(self, batch: Batch) -> float:
         """FLOPs of the sequences of a batch with an active token.
 
-        Prompts count as often as they stand in the batch, although equal ones run once.
+        Tokens that sequences share count as often as they stand in the batch, although they run once.
         """
         active_T = batch.active_T
         lengths = batch.lengths[segment_sum(active_T, batch.cu_seqlens).numpy() > 0].astype(float)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup, all_reduce
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, join_outputs, pad_sequences, share_prompts
+from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, join_outputs, pad_sequences, share_prefixes
 from rlft_fast.models import (
     ImageInputs,
     ModelInputs,
@@ -81,7 +81,7 @@ def prepare_model_inputs(
         sequence_group: the ranks that share the micro-batch.
         padded: whether the model runs padded; not with a `sequence_group`.
     """
-    layout = pad_sequences(micro_batch) if padded else share_prompts(micro_batch)
+    layout = pad_sequences(micro_batch) if padded else share_prefixes(micro_batch)
     num_padded = _num_padded(len(layout.token_index_U), sequence_group)
     boundaries_q, boundaries_k, key_index = _pad_segments(layout, num_padded)
 

@@ -11,8 +11,8 @@ attention function. It builds no mask for an attention without a mask function, 
 - Soft-capped scores (Gemma 2) are written out segment by segment. So are attention sinks on a GPU where the kernel does
   not run. A segment of n tokens takes (heads, n, n) memory.
 
-A segment is a sequence or a completion. The prompt of such a completion is another segment, to which several
-completions attend.
+A segment is a sequence, or the end of one whose beginning other segments hold. It attends to these as well, as several
+segments may.
 
 Ranks that share a micro-batch (Ulysses, ``rlft_fast.ops.ulysses``) pass their own rows and all heads. Each rank then
 attends over all rows with its own heads.

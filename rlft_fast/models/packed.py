@@ -13,9 +13,9 @@ from rlft_fast.ops.packing import RowIndex
 class ModelInputs:
     """What a forward pass needs: U rows, all of a micro-batch, or one rank's share of them.
 
-    A row is a token that runs; a prompt that several sequences share runs once (`rlft_fast.data.share_prompts`). In a
-    padded pass the rows are those of a (U / L, L) batch, one sequence after the other
-    (`rlft_fast.data.pad_sequences`).
+    A row is a token that runs; tokens that several sequences begin with run once, see `rlft_fast.data.share_prefixes`.
+    In a padded pass the rows are those of a (U / L, L) batch, one sequence after the other, see
+    `rlft_fast.data.pad_sequences`.
 
     Args:
         input_ids_U: (U,) int64.

@@ -98,7 +98,7 @@ def notes_on(engines: Mapping[str, Engine], trained: Mapping[str, Any]) -> Itera
     for why in dict.fromkeys(filter(None, whys.values())):
         yield (
             f"{', '.join(name for name in whys if whys[name] == why)}: the model {why}, so sequences are padded to "
-            "similar lengths instead of packed: equal prompts do not run once, and blocks are not compiled"
+            "similar lengths instead of packed: equal prefixes do not run once, and blocks are not compiled"
         )
     for name, engine in trained.items():
         if engine.facts.units:

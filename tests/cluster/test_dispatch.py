@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlft_fast.cluster.buffers import from_array, to_array
 from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, register, registered_methods, split_batch, split_rows
-from rlft_fast.data import Share, share_prompts
+from rlft_fast.data import Share, share_prefixes
 from rlft_fast.rl import PolicyLoss, loss_scale, loss_weights
 from rlft_fast.rollout import Completion, to_samples
 from tests.support.batches import make_batch
@@ -34,7 +34,7 @@ def test_any_batch_on_any_number_of_workers(num_sequences, num_groups, group, se
         micro_batches = share.micro_batches()
         assert sum(micro_batch.num_sequences for micro_batch in micro_batches) == share.batch.num_sequences
         # The cap is on the rows that run: equal prompts run once.
-        assert all(len(share_prompts(micro_batch).token_index_U) <= 24 for micro_batch in micro_batches)
+        assert all(len(share_prefixes(micro_batch).token_index_U) <= 24 for micro_batch in micro_batches)
     joined = split.join([work(share) for share in shares])
     whole = work(Share(batch, np.array([0, num_sequences])))
     for name, values in whole.items():

@@ -1,4 +1,4 @@
-"""Layouts in which equal prompts run once, against the plain batch."""
+"""Layouts in which equal prefixes run once, against the plain batch."""
 
 import tracemalloc
 from itertools import pairwise
@@ -9,17 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlft_fast.data import Batch, Images, pad_sequences, plan_batch, share_prompts
+from rlft_fast.data import Batch, Images, pad_sequences, plan_batch, share_prefixes
 
 PROMPTS = [[1], [1, 2], [1, 2, 3], [4, 4, 4, 4, 4, 4, 4]]  # some begin like others, but are not equal
 
 
 @st.composite
 def batches(draw) -> Batch:
-    """Few prompts, many samples; completions of 0 to 6 tokens, some with tokens of an environment."""
-    samples = draw(st.lists(st.tuples(st.sampled_from(PROMPTS), st.integers(0, 6), st.integers(0, 3)), max_size=9))
-    completions = [[10 * i + j for j in range(length)] for i, (_, length, _) in enumerate(samples)]
-    masks = [[j >= first for j in range(length)] for _, length, first in samples]
+    """Few prompts, many samples; completions of 0 to 6 tokens that often agree, some with tokens of an environment."""
+    completion = st.lists(st.sampled_from([3, 4]), max_size=6)
+    samples = draw(st.lists(st.tuples(st.sampled_from(PROMPTS), completion, st.integers(0, 3)), max_size=9))
+    completions = [tokens for _, tokens, _ in samples]
+    masks = [[j >= first for j in range(len(tokens))] for _, tokens, first in samples]
     return Batch.from_samples([p for p, _, _ in samples], completions, completion_masks=masks)
 
 
@@ -32,7 +33,7 @@ def seen_tokens(batch: Batch, position: int) -> list[int]:
 @settings(max_examples=200)
 @given(batch=batches())
 def test_every_active_position_sees_the_same_tokens(batch):
-    layout = share_prompts(batch)
+    layout = share_prefixes(batch)
     token_U = batch.input_ids_T[layout.token_index_U]
     key_K = torch.arange(len(token_U)) if layout.key_index_M is None else layout.key_index_M
     seen: dict[int, list[int]] = {}
@@ -48,23 +49,28 @@ def test_every_active_position_sees_the_same_tokens(batch):
         assert batch.position_ids_T[layout.token_index_U[row]] == batch.position_ids_T[position]
 
 
-@settings(max_examples=100)
-@given(batch=batches())
-def test_nothing_runs_twice_or_for_nothing(batch):
-    prompts, num_completion_rows = set(), 0
-    for begin, end in pairwise(batch.cu_seqlens.tolist()):
-        active = batch.loss_mask_T[begin:end].nonzero().squeeze(1).tolist()
-        if active:
-            prompts.add(tuple(seen_tokens(batch, begin + active[0])))
-            num_completion_rows += active[-1] - active[0]
-    layout = share_prompts(batch)
-    assert len(layout.token_index_U) == sum(map(len, prompts)) + num_completion_rows
-    assert layout.token_index_U.unique().numel() == layout.token_index_U.numel()
+def distinct_prefixes(batch: Batch) -> set[tuple[int, ...]]:
+    """What a position sees that an active position sees, too, each token with all tokens before it."""
+    seen = [seen_tokens(batch, position) for position in batch.active_index_T.tolist()]
+    return {tuple(tokens[: i + 1]) for tokens in seen for i in range(len(tokens))}
+
+
+@settings(max_examples=200)
+@given(batch=batches(), seed=st.integers(0, 99))
+def test_computed_tokens_are_the_distinct_tokens(batch, seed):
+    """With weights of 0, too: tokens without a weight run for later tokens alone."""
+    generator = torch.Generator().manual_seed(seed)
+    weighted = batch.replace(loss_weight_T=torch.randint(3, (batch.num_tokens,), generator=generator).float())
+    for some in (batch, weighted):
+        layout = share_prefixes(some)
+        assert len(layout.token_index_U) == len(distinct_prefixes(some))
+        assert layout.token_index_U.unique().numel() == layout.token_index_U.numel()
+        assert (layout.row_T[some.active_index_T] >= 0).all()
 
 
 def test_a_group_runs_its_prompt_once_and_drops_last_tokens():
     batch = Batch.from_samples([[1, 2, 3]] * 3 + [[7]], [[4, 5], [6], [8, 9, 4], [5, 5]])
-    layout = share_prompts(batch)
+    layout = share_prefixes(batch)
     assert batch.input_ids_T[layout.token_index_U].tolist() == [1, 2, 3, 4, 8, 9, 7, 5]
     assert layout.cu_seqlens_q.tolist() == [0, 3, 4, 6, 8]
     assert layout.cu_seqlens_k.tolist() == [0, 3, 7, 12, 14]
@@ -72,26 +78,37 @@ def test_a_group_runs_its_prompt_once_and_drops_last_tokens():
     assert layout.row_T[batch.active_index_T].tolist() == [2, 3, 2, 2, 4, 5, 6, 7]
 
 
+def test_turns_branches_and_system_messages_run_once():
+    """Two prompts behind one system message; an episode of two turns, and a branch that leaves it in the second."""
+    prompts = [[1, 2, 3], [1, 2, 3], [1, 2, 9]]
+    completions = [[4, 5, 6, 7], [4, 5, 6, 8, 9, 4], [4, 5]]
+    batch = Batch.from_samples(prompts, completions, completion_masks=[[1, 0, 0, 1], [1, 0, 0, 1, 1, 1], [1, 1]])
+    layout = share_prefixes(batch)
+    assert batch.input_ids_T[layout.token_index_U].tolist() == [1, 2, 3, 4, 5, 6, 8, 9, 9, 4]
+    assert layout.cu_seqlens_q.tolist() == [0, 3, 6, 8, 10]
+    assert layout.cu_seqlens_k.tolist() == [0, 3, 9, 17, 21]
+    assert layout.key_index_M.tolist() == [0, 1, 2, *range(6), *range(8), 0, 1, 8, 9]
+    assert layout.row_T[batch.active_index_T].tolist() == [2, 5, 2, 5, 6, 7, 8, 9]
+
+
 @settings(max_examples=100)
-@given(batch=batches(), seed=st.integers(0, 99))
-def test_tokens_of_weight_zero_run_for_later_tokens_alone(batch, seed):
-    generator = torch.Generator().manual_seed(seed)
-    weighted = batch.replace(loss_weight_T=torch.randint(3, (batch.num_tokens,), generator=generator).float())
-    layout, whole = share_prompts(weighted), share_prompts(batch)
-    assert (layout.row_T[weighted.active_index_T] >= 0).all()
-    prompts, num_rows = set(), 0  # prompts are shared as before
-    for begin, end in pairwise(batch.cu_seqlens.tolist()):
-        sampled, active = (
-            mask[begin:end].nonzero().squeeze(1).tolist() for mask in (batch.loss_mask_T, weighted.active_T)
-        )
-        if active:
-            prompts.add(tuple(seen_tokens(batch, begin + sampled[0])))
-            num_rows += active[-1] - sampled[0]
-    assert len(layout.token_index_U) == sum(map(len, prompts)) + num_rows <= len(whole.token_index_U)
+@given(batch=batches())
+def test_prefixes_that_all_begin_with_are_planned_once(batch):
+    system = [7] * 50
+    prompts = [[*system, *seen_tokens(batch, int(end) - 1)] for end in batch.cu_seqlens[1:]]
+    longer = Batch.from_samples(prompts, [[5, 6]] * len(prompts))
+    max_tokens = 52 + int(batch.lengths.max(initial=1))
+    plan, alone = plan_batch(longer, max_tokens), plan_batch(longer, 10_000)
+    if batch.num_sequences:
+        assert alone.num_micro_batches == 1
+    rows = [len(share_prefixes(longer.select(part)).token_index_U) for part in plan.micro_batches(0)]
+    assert all(count <= max_tokens for count in rows)
+    own = sum(len(prompt) + 1 - 50 for prompt in prompts)
+    assert plan.num_micro_batches <= max(1, -(-2 * own // (max_tokens - 50)))
 
 
 def test_different_prompts_need_no_keys_of_their_own():
-    layout = share_prompts(Batch.from_samples([[1], [2]], [[3, 3], [3]]))
+    layout = share_prefixes(Batch.from_samples([[1], [2]], [[3, 3], [3]]))
     assert layout.key_index_M is None
     assert torch.equal(layout.cu_seqlens_q, layout.cu_seqlens_k)
 
@@ -100,10 +117,10 @@ def test_images_make_equal_tokens_different_prompts():
     samples = ([[1, 2]] * 2, [[3]] * 2)
     pixels = {"pixels": torch.zeros(1)}
     batch = Batch.from_samples(*samples, images=[Images("a", pixels), Images("b", pixels)])
-    assert share_prompts(batch).key_index_M is None
-    assert len(share_prompts(batch).token_index_U) == 4
+    assert share_prefixes(batch).key_index_M is None
+    assert len(share_prefixes(batch).token_index_U) == 4
     same = Batch.from_samples(*samples, images=[Images("a", pixels), Images("a", {"pixels": torch.zeros(1)})])
-    assert len(share_prompts(same).token_index_U) == 2
+    assert len(share_prefixes(same).token_index_U) == 2
 
 
 @settings(max_examples=200)
@@ -114,7 +131,7 @@ def test_plan_holds_every_sequence_once_under_the_cap(batch, spare, world_size):
     assert sorted(plan.indices.tolist()) == list(range(batch.num_sequences))
     for rank in range(world_size):
         for indices in plan.micro_batches(rank):
-            assert len(share_prompts(batch.select(indices)).token_index_U) <= max_tokens
+            assert len(share_prefixes(batch.select(indices)).token_index_U) <= max_tokens
 
 
 @settings(max_examples=100)
@@ -136,7 +153,7 @@ def test_the_tighter_cap_counts(batch, spare, world_size, most, padded):
             assert len(part) <= most
             if len(part):
                 shown = batch.select(part)
-                rows = len((pad_sequences if padded else share_prompts)(shown).token_index_U)
+                rows = len((pad_sequences if padded else share_prefixes)(shown).token_index_U)
                 assert rows <= max_tokens
     alone = Batch.from_samples([[i] for i in range(7)], [[9, 9]] * 7)
     assert plan_batch(alone, 1000, micro_batch_size=most).num_micro_batches == -(-7 // most)
@@ -153,13 +170,16 @@ def test_a_unit_of_too_many_sequences_is_refused(padded):
 def test_plan_keeps_groups_together():
     lengths = [5, 3, 6, 4]
     prompts = [[i, i, i, i] for i in range(8) for _ in lengths]
-    batch = Batch.from_samples(prompts, [[9] * length for _ in range(8) for length in lengths])
+    completions = [[10 + length] * length for _ in range(8) for length in lengths]
+    batch = Batch.from_samples(prompts, completions)
     order = np.random.default_rng(0).permutation(batch.num_sequences)
     shuffled = batch.select(order)
     rows = 4 + sum(lengths) - len(lengths)
     plan = plan_batch(shuffled, 2 * rows)
     assert plan.num_micro_batches == 4
-    assert [len(share_prompts(shuffled.select(part)).token_index_U) for part in plan.micro_batches(0)] == [2 * rows] * 4
+    assert [len(share_prefixes(shuffled.select(part)).token_index_U) for part in plan.micro_batches(0)] == [
+        2 * rows
+    ] * 4
     # Shared by many ranks, a group is cut rather than left to one of them; and where groups cannot be dealt out evenly.
     most = max(len(plan_batch(batch, 1000, 16).rank_indices(rank)) for rank in range(16))
     assert most == 2

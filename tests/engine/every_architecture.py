@@ -44,7 +44,7 @@ every [integration](integrations.md) but TRL's, since TRL has a patch of its own
 model. Names are those of `model_type` in config.json: {total}, of which {patched} have a patched head, and {trained}
 train: {packed} packed and {padded} padded.
 
-A *packed* model runs sequences one after the other, without padding, and equal prompts once. A *padded* model has
+A *packed* model runs sequences one after the other, without padding, and equal prefixes once. A *padded* model has
 layers that would mix packed sequences: a recurrent state, or masks of its own. It runs batches of similar lengths, and
 no token sees the padding on its right. Its head, losses, checkpoints, adapters and sharding are a packed model's.
 It has no sequence parallelism, and its blocks are not compiled. A run says at its start that a model is padded, and

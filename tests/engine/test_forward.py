@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Phi3Config, Phi3Model
 
-from rlft_fast.data import Batch, Images, image_table, plan_batch, share_prompts
+from rlft_fast.data import Batch, Images, image_table, plan_batch, share_prefixes
 from rlft_fast.engine.forward import check_batch, prepare_micro_batches, prepare_model_inputs, prepare_model_outputs
 from rlft_fast.models import load_policy
 from tests.engine.reference import random_batch, random_image_batch
@@ -29,7 +29,7 @@ def test_micro_batches_of_all_ranks_are_the_batch_under_the_cap(num_sequences, s
     assert {len(micro_batches) for micro_batches in ranks} == {plan.num_micro_batches}
     micro_batches = [micro_batch for rank in ranks for micro_batch in rank]
     assert sorted(torch.cat([x.group_B for x in micro_batches]).tolist()) == list(range(batch.num_sequences))
-    assert all(len(share_prompts(x).token_index_U) <= max_tokens for x in micro_batches)
+    assert all(len(share_prefixes(x).token_index_U) <= max_tokens for x in micro_batches)
     for micro_batch in micro_batches:
         tokens = batch.input_ids_T.split(batch.lengths.tolist())
         wanted = [tokens[i] for i in micro_batch.group_B]
@@ -83,7 +83,7 @@ def test_a_micro_batch_without_an_active_position_is_one_row(tiny_model, num_seq
 def test_positions_and_features_are_those_of_each_sequence_alone(tiny_model):
     batch, backbone = random_image_batch(), load_policy(tiny_model("qwen2-vl")).backbone
     inputs = prepare_model_inputs(batch, CPU, backbone=backbone)
-    layout = share_prompts(batch)
+    layout = share_prefixes(batch)
     merged = 0
     for b, (start, length) in enumerate(zip(batch.cu_seqlens.tolist(), batch.lengths.tolist(), strict=False)):
         ids = batch.input_ids_T[start : start + length]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlft_fast.data import Batch, share_prompts
+from rlft_fast.data import Batch, share_prefixes
 from rlft_fast.engine import FSDPEngine, weighted
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
@@ -97,12 +97,12 @@ def test_what_runs_is_what_the_advantages_need(path, batch):
     engine = make_engine(path)
     taught = batch.select([b for b in range(9) if b not in IDLE])
     used = taught.replace(loss_weight_T=(taught.advantage_T != 0).float())
-    expected = len(share_prompts(used).token_index_U), int((batch.loss_mask_T & (batch.advantage_T != 0)).sum())
+    expected = len(share_prefixes(used).token_index_U), int((batch.loss_mask_T & (batch.advantage_T != 0)).sum())
     assert rows_that_run(engine, batch, LOSSES["ppo"]) == expected
-    whole = len(share_prompts(batch).token_index_U), int(batch.loss_mask_T.sum())
+    whole = len(share_prefixes(batch).token_index_U), int(batch.loss_mask_T.sum())
     assert rows_that_run(engine, batch, replace(LOSSES["ppo"], every_token=True)) == whole
     # A loss over whole sequences reads all tokens of the sequences that have an advantage somewhere.
-    sequences = len(share_prompts(taught).token_index_U), int(taught.loss_mask_T.sum())
+    sequences = len(share_prefixes(taught).token_index_U), int(taught.loss_mask_T.sum())
     assert rows_that_run(engine, batch, LOSSES["gspo"]) == sequences
 
 
