@@ -17,7 +17,9 @@ KILLS       ?= 50
 THIN        ?=
 # The peers of `make bench` other than TRL; without their dependencies, which would replace torch.
 PEERS       ?= liger-kernel==0.8.5 cut-cross-entropy==25.1.1
-TRACKERS    := tensorboard==2.21.0 wandb==0.31.0 trackio==0.43.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1
+TRACKERS    := tensorboard==2.21.0 wandb==0.31.0 trackio==0.43.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1 prometheus-client==0.26.0
+# A server that speaks S3, and its client.
+S3        := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
 
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -118,14 +120,15 @@ test-ray: install-vllm install-ray
 	$(BIN)/python -m pytest $(THINNED) -m ray tests/cluster tests/test_docs.py
 	$(PASSED)
 
-# The integrations inside their trainers, our maths beside theirs, and trackers, in an environment that lays theirs over
-# ours.
+# The integrations inside their trainers, our maths beside theirs, trackers, and a store that speaks S3, in an environment
+# that lays theirs over ours.
 # Their wheels bring a package named tests, so that the repository has to come before them. Tests read Trackio's folder,
 # which the last run may have left full.
 test-peers: install-peers
 	rm -rf $(BESIDE)/trackio
 	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(THINNED) -m peers \
-	  tests/integrations tests/rl tests/cluster tests/run/test_trackers.py tests/trainer/supervised
+	  tests/integrations tests/rl tests/cluster tests/run/test_trackers.py tests/run/test_s3.py \
+	  tests/trainer/supervised
 	$(PASSED)
 
 install-peers: $(BESIDE)/.installed
@@ -136,7 +139,7 @@ $(BESIDE)/.installed: requirements-peers.txt Makefile | install
 	printf '%s\n' $(CURDIR) "$$($(BIN)/python -c $(SITE))" > "$$($(BESIDE)/bin/python -c $(SITE))/ours.pth"
 	DS_BUILD_OPS=0 $(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --no-build-isolation -r requirements-peers.txt
-	$(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check $(TRACKERS)
+	$(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check $(TRACKERS) $(S3)
 	@touch $@
 
 # With the oldest versions that pyproject.toml admits, in an environment and a build of its own. Gigabytes, since PyPI's
@@ -184,11 +187,11 @@ test-cpus: install
 # The site of docs/, with pages of the API from docstrings, in build/site/html. A dead link fails it.
 docs: $(DOCS)/.installed
 	$(DOCS)/bin/python docs/stage.py build/site/pages
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	$(DOCS)/bin/zensical build --strict --clean
 
 $(DOCS)/.installed: Makefile
 	$(PYTHON) -m venv --clear $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.8.2 "mkdocstrings[python]==1.0.8"
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check zensical==0.0.73 "mkdocstrings[python]==1.0.8"
 	@touch $@
 
 # kill -9 of workers and of generators on Ray at 20 random moments each; an hour.

@@ -28,7 +28,7 @@ def stage(folder: Path) -> None:
             shutil.copy(ROOT / path, folder / path)
     for each in {parent for path in paths for parent in path.parents if parent != Path(".")}:
         if not (folder / each / "README.md").exists():
-            (folder / each / "README.md").write_text(_listing(folder / each))
+            (folder / each / _page_of(each)).write_text(_listing(folder / each, each))
     (folder / "api").mkdir()
     for package in re.findall(r"api/([\w.]+)\.md", (ROOT / "mkdocs.yml").read_text()):
         (folder / "api" / f"{package}.md").write_text(f"# rlft_fast.{package}\n\n::: rlft_fast.{package}\n")
@@ -37,15 +37,20 @@ def stage(folder: Path) -> None:
 def _with_pages(text: str, parent: Path) -> str:
     def to_page(link: re.Match[str]) -> str:
         target = link[1].rstrip("/")
-        return f"]({target}/README.md)" if (ROOT / parent / target).is_dir() else link[0]
+        return f"]({target}/{_page_of(parent / target)})" if (ROOT / parent / target).is_dir() else link[0]
 
     return re.sub(r"\]\(([^)#:]+)\)", to_page, text)
 
 
-def _listing(folder: Path) -> str:
+def _page_of(folder: Path) -> str:
+    """The page that stands for a folder. A folder beside a page of the same name would have this page's address."""
+    return "files.md" if (ROOT / folder).with_suffix(".md").exists() else "README.md"
+
+
+def _listing(folder: Path, own: Path) -> str:
     names = sorted(path.name for path in folder.iterdir() if path.name != "README.md")
-    return f"# {folder.name}\n\n" + "".join(
-        f"- [{name}]({name}{'/README.md' * (folder / name).is_dir()})\n" for name in names
+    return f"# {own.name}\n\n" + "".join(
+        f"- [{name}]({name}{f'/{_page_of(own / name)}' * (folder / name).is_dir()})\n" for name in names
     )
 
 

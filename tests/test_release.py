@@ -6,6 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+
+import rlft_fast
 
 ROOT = Path(__file__).parents[1]
 CONTAINER, WORKFLOW = "docker/wheel.Dockerfile", ".github/workflows/release.yml"
@@ -21,6 +24,10 @@ def test_no_page_or_message_installs_from_an_index():
     ]
     assert len(files) > 200
     assert not [path for path in files if path.is_file() and re.search(r"[ '\"]rlft_fast\[", path.read_text("utf-8"))]
+
+
+def test_the_citation_names_this_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == rlft_fast.__version__
 
 
 def test_the_container_has_the_images_of_the_workflow():

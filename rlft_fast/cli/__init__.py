@@ -40,6 +40,7 @@ COMMANDS = {
     "data": "show the rows of a configuration as the model will see them",
     "plot": "draw the curves of one or more runs",
     "view": "write a page with the curves and samples of one run, or of two beside each other",
+    "watch": "show a run in the terminal, as it goes on",
     "serve": "start a vLLM server that generates for a run, on this machine or for another",
     "plan": "compute what a run needs per GPU: memory, token cap, communication",
     "export": "write a run's newest checkpoint as a Hugging Face folder",

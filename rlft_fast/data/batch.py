@@ -56,7 +56,8 @@ class Batch:
         return_T: (T,) float32, regression target of `value_T`.
         loss_weight_T: (T,) float32, weight of each token in a sum-loss. Tokens of weight 0 have no output, and do not
             run unless an output depends on them.
-        reward_T: (T,) float64 or float32, reward of choosing the next token, penalties included.
+        reward_T: (T,) float64 or float32, reward of choosing the next token, penalties included. Of a batch without
+            advantages: the parts of `reward_B` that single turns of an episode have earned, or None.
         sum_prob_squared_T: (T,) float32, sum of the squared probabilities of all next tokens.
         selected_T: (T,) float32, 1 at the tokens that a loss treats apart from the others, else 0.
         support_TK: (T, K) int32, the ids that the next token was sampled among, -1 fills up; None where it was sampled

@@ -34,6 +34,8 @@ class Samples:
         logprob_T: (T,) float32, log-probability of each token, as the generator reported it.
         is_sampled_T: (T,) bool, whether the policy sampled a token.
         weight_version_T: (T,) int32, version of the weights that sampled a token.
+        reward_T: (T,) float64, what an environment gave for a turn, at the last token that the policy sampled in it,
+            else 0; None: the samples are no episodes.
         support_TK: (T, K) int32, the ids that each token was sampled among, -1 fills up; None: the whole vocabulary.
         texts: of the B completions, as reward functions read them; None before they are decoded.
     """
@@ -49,6 +51,7 @@ class Samples:
     logprob_T: Tensor
     is_sampled_T: Tensor
     weight_version_T: Tensor
+    reward_T: Tensor | None = None
     support_TK: Tensor | None = None
     texts: Sequence[str] | None = None
 
@@ -140,8 +143,8 @@ class Samples:
         rows, prompt_B = self.row_B.unique(return_inverse=True)
         asked = [prompts[row] for row in rows.tolist()]
         columns = {"rollout_logprob_T": self.logprob_T, "weight_version_T": self.weight_version_T}
-        if self.support_TK is not None:
-            columns["support_TK"] = self.support_TK
+        given = {"reward_T": self.reward_T, "support_TK": self.support_TK}
+        columns |= {name: column for name, column in given.items() if column is not None}
         return Batch.from_columns(
             cat_lists(asked, np.int64), list_lengths(asked), prompt_B.numpy(), self.token_ids_T, self.length_B.numpy(),
             self.is_sampled_T, columns,

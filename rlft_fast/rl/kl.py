@@ -5,6 +5,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from rlft_fast.ops.packing import segment_sum
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import response_lengths
 
@@ -74,10 +75,14 @@ def policy_ratio(logprob_T: Tensor, old_logprob_T: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def reward_with_kl(reward_B: Tensor, kl_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, kl_coef: float) -> Tensor:
+def reward_with_kl(
+    reward_B: Tensor, kl_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, kl_coef: float,
+    turn_reward_T: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Per-token reward with the KL penalty in it (arXiv 1909.08593, 2203.02155).
 
-    r_t = -kl_coef·kl_t at every response token, plus the reward of the sequence at its last response token.
+    r_t = -kl_coef·kl_t at every response token, plus the reward of each turn at its last token, plus what is left of
+    the reward of the sequence at its last response token.
 
     Args:
         reward_B: (B,) reward of each sequence.
@@ -85,6 +90,8 @@ def reward_with_kl(reward_B: Tensor, kl_T: Tensor, loss_mask_T: Tensor, cu_seqle
         loss_mask_T: (T,) bool, True at response tokens.
         cu_seqlens: (B + 1,) int32 sequence boundaries.
         kl_coef: Weight of the penalty.
+        turn_reward_T: (T,) the parts of `reward_B` that single turns have earned, each at its turn's last token;
+            ignored outside the mask. None: the whole of it stands at the end.
 
     Returns:
         (T,) in the wider dtype of `reward_B` and `kl_T`, zero outside the mask. A sequence without response tokens has
@@ -102,6 +109,11 @@ def reward_with_kl(reward_B: Tensor, kl_T: Tensor, loss_mask_T: Tensor, cu_seqle
     has_response_B = length_B > 0
     response_index = loss_mask_T.nonzero().squeeze(1)
     last_index = response_index[length_B.cumsum(0)[has_response_B] - 1]
+    if turn_reward_T is not None:
+        check_shapes(loss_mask_T, turn_reward_T=turn_reward_T)
+        earlier_T = turn_reward_T.masked_fill(~loss_mask_T, 0.0).index_fill_(0, last_index, 0.0)
+        reward_T += earlier_T
+        reward_B = reward_B - segment_sum(earlier_T, cu_seqlens)
     reward_T[last_index] += reward_B[has_response_B].to(reward_T.dtype)
     return reward_T
 

@@ -9,7 +9,7 @@ lock        one run at a time writes to a folder
 log         numbers and samples as JSON lines, and what is shown
 store       a copy of the run in an object store
 tokens      numbers of every token of a step
-trackers    TensorBoard, Weights & Biases, Trackio and MLflow
+trackers    TensorBoard, Weights & Biases, Trackio, MLflow and Prometheus
 phases      time, memory and waiting in the parts of a step
 plot        curves of runs
 
@@ -23,7 +23,7 @@ from rlft_fast.errors import names_on_first_use
 
 if TYPE_CHECKING:
     from rlft_fast.run.folder import claim, dotted, is_run, naming_start, require_same, require_usable, settings_of
-    from rlft_fast.run.lock import require_unlocked
+    from rlft_fast.run.lock import is_in_use, require_unlocked
     from rlft_fast.run.log import RunLog
     from rlft_fast.run.phases import Phases
     from rlft_fast.run.plot import COLORS, PANELS, drawable, is_exact_integer, parse_json, plot_runs, read_metrics
@@ -48,6 +48,7 @@ __all__ = [
     "dotted",
     "drawable",
     "is_exact_integer",
+    "is_in_use",
     "is_run",
     "naming_start",
     "parse_json",

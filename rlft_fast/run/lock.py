@@ -51,6 +51,15 @@ def require_unlocked(directory: Path) -> None:
         _lock(file, fcntl.LOCK_SH, directory)
 
 
+def is_in_use(directory: Path) -> bool:
+    """Whether another process holds the folder's lock: a run goes on there."""
+    try:
+        require_unlocked(directory)
+    except ValueError:
+        return True
+    return False
+
+
 def _lock(file: IO[str], kind: int, directory: Path) -> None:
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB)

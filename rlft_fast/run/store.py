@@ -12,6 +12,8 @@ import json
 import time
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -189,13 +191,24 @@ class Store:
 
         def put() -> None:
             size = path.stat().st_size
-            self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
-            self.files.put_file(str(path), target)
+            try:
+                self.files.put_file(str(path), target)
+            except FileNotFoundError:
+                self._make_folders(target)
+                self.files.put_file(str(path), target)
             self.files.invalidate_cache()
             if (stored := self.files.info(target)["size"]) < size:
                 raise OSError(f"it has {stored} of {size} bytes there")
 
         self._tried(put, f"take {name}")
+
+    def _make_folders(self, target: str) -> None:
+        """Makes the folders of a file, for a store that has folders. A missing bucket is never made."""
+        folders = [*accumulate(target.split("/")[:-1], "{}/{}".format)]
+        first = 1 + target.startswith("/")  # the bucket, or a folder at the root
+        for folder in folders[first:]:
+            with suppress(FileExistsError):
+                self.files.mkdir(folder, create_parents=False)
 
     def _get(self, name: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Sends the numbers of a run to trackers of experiments: TensorBoard, Weights & Biases, Trackio and MLflow.
+"""Sends the numbers of a run to TensorBoard, Weights & Biases, Trackio and MLflow, or shows them to Prometheus.
 
 Each tracker is one function: a context manager around the connection, which gives the function that sends a step. All
 of them read the environment variables that their users know, such as ``WANDB_MODE`` or ``MLFLOW_TRACKING_URI``.
@@ -11,8 +11,9 @@ import os
 import queue
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain, count
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -145,9 +146,48 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. /:]", "_", name)
 
 
+@contextmanager
+def _prometheus(run: TrackedRun) -> Iterator[Send]:
+    """The numbers of the last step at ``/metrics``, under the address that OpenTelemetry's exporters read."""
+    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+    gauges: dict[str, Gauge] = {}
+    names: set[str] = set()
+    registry = CollectorRegistry()
+
+    def send(step: int, numbers: Mapping[str, float], _: Texts) -> None:
+        for name, value in {"step": step, **numbers}.items():
+            if name not in gauges:
+                names.add(own := _prometheus_name(name, names))
+                gauges[name] = Gauge(own, f"{name} of metrics.jsonl", ("run", "run_id"), registry=registry)
+            gauges[name].labels(run.directory.name, run.id).set(value)
+
+    host = os.environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", "localhost")
+    port = int(os.environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", "9464"))
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise OSError(
+            f"{host}:{port} cannot be served: {error.strerror}. Set OTEL_EXPORTER_PROMETHEUS_PORT to a free port"
+        ) from error
+    try:
+        yield send
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _prometheus_name(name: str, taken: Collection[str]) -> str:
+    """A name as Prometheus admits it, with a number where another one would be the same."""
+    start = "rlft_fast_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+    return next(own for own in chain([start], (f"{start}_{number}" for number in count(2))) if own not in taken)
+
+
 _TRACKERS: dict[str, Callable[[TrackedRun], AbstractContextManager[Send]]] = {
-    "tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow,
+    "tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow, "prometheus": _prometheus,
 }  # fmt: skip
+_PACKAGES = {"prometheus": "prometheus_client"}  # where the name is another one
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -157,9 +197,10 @@ def require_trackers(names: Sequence[str]) -> None:
         ModuleNotFoundError: a package is missing. The message says how it is installed.
     """
     for name in names:
-        if name in _TRACKERS and not _is_installed(name):
+        package = _PACKAGES.get(name, name)
+        if name in _TRACKERS and not _is_installed(package):
             raise ModuleNotFoundError(
-                f"log names {name}, which is not installed: pip install {name}, or leave it out", name=name
+                f"log names {name}, which is not installed: pip install {package}, or leave it out", name=package
             )
 
 
@@ -173,7 +214,7 @@ class Tracker:
     A tracker that fails is told of once, and gets nothing more.
 
     Args:
-        name: one of ``tensorboard``, ``wandb``, ``trackio`` and ``mlflow``.
+        name: one of ``tensorboard``, ``wandb``, ``trackio``, ``mlflow`` and ``prometheus``.
         run: the run.
         warn: shows a message.
     """

@@ -226,7 +226,9 @@ class Objective:
             assert batch.old_logprob_T is not None
             assert batch.ref_logprob_T is not None
             kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, config.kl_estimator)
-        reward_T = reward_with_kl(batch.reward_B, kl_T, batch.loss_mask_T, batch.cu_seqlens, self._kl_coef)
+        reward_T = reward_with_kl(
+            batch.reward_B, kl_T, batch.loss_mask_T, batch.cu_seqlens, self._kl_coef, batch.reward_T
+        )
         # Not the sum of reward_T: a sequence without response tokens has a reward, but no token that carries it.
         kl_B = segment_sum(kl_T.where(batch.loss_mask_T, 0.0), batch.cu_seqlens)
         reward_B = batch.reward_B - self._kl_coef * kl_B

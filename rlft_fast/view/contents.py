@@ -111,6 +111,20 @@ def _read_samples(
     return kept, {step: len(steps[step]) for step in kept}
 
 
+def newest_samples(run: Path, max_bytes: int) -> list[dict[str, Any]]:
+    """The samples of the newest step in ``samples.jsonl``, as `Contents.samples` has them; [] where there are none.
+
+    Args:
+        run: folder of the run.
+        max_bytes: most bytes of the samples.
+    """
+    path = run / "samples.jsonl"
+    if not path.is_file():
+        return []
+    samples, _ = _read_samples(path, max_bytes, [])
+    return samples[max(samples)] if samples else []
+
+
 def _by_step(lines: list[bytes]) -> tuple[dict[int, list[tuple[int, dict[str, Any]]]], int]:
     """Samples by step, each with the size of its line, and the number of damaged lines."""
     steps: dict[int, list[tuple[int, dict[str, Any]]]] = {}
@@ -182,8 +196,12 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _turn(turn: Any) -> dict[str, Any]:
     """A turn of an episode with fields of the right types."""
     turn = turn if isinstance(turn, dict) else {}
-    text = turn.get("text")
-    return {"sampled": turn.get("sampled") is True, "text": text if isinstance(text, str) else ""}
+    text, reward = turn.get("text"), drawable(turn.get("reward"))
+    return {
+        "sampled": turn.get("sampled") is True,
+        "text": text if isinstance(text, str) else "",
+        **({} if reward is None else {"reward": reward}),
+    }
 
 
 def _read_tokens(run: Path, counts: Mapping[int, int], max_bytes: int, notes: list[str]) -> Tokens:

@@ -285,6 +285,11 @@ function showTip(event) {
 
 // ---- groups ----
 
+function drawTurn(turn) {
+  const said = node("span", { className: turn.sampled ? "said" : "given" }, visible(turn.text));
+  return turn.reward === undefined ? [said] : [said, node("span", { className: "earned", title: "reward of the turn" }, number(turn.reward))];
+}
+
 function drawSample(run, sample, index, low, high) {
   const facts = node("div", { className: "facts" });
   const reward = fact("reward", number(sample.reward), "reward");
@@ -298,7 +303,7 @@ function drawSample(run, sample, index, low, high) {
   else {
     const tokens = scale && tokensOf(run, state.step), span = tokens && tokens.spans.get(index);
     if (span) drawTokens(text, tokens, span);
-    else if (sample.turns) text.append(...sample.turns.map((turn) => node("span", { className: turn.sampled ? "said" : "given" }, visible(turn.text))));
+    else if (sample.turns) text.append(...sample.turns.flatMap(drawTurn));
     else text.append(visible(sample.completion));
   }
   return node("div", { className: `sample run${run}` }, facts, text);

@@ -97,6 +97,17 @@ def test_reward_with_kl_by_hand():
     torch.testing.assert_close(reward_T, torch.tensor([0, -0.1, 0.8, 0, 0, 0, -0.6, 0, -2.8, 0]))
 
 
+def test_turns_have_their_own_rewards():
+    """What they do not explain of the sequence's reward, such as another part or a bound, stands at its last token."""
+    loss_mask_T = torch.tensor([False, True, True, False, True, False, False, True, False, True, False])
+    cu_seqlens = torch.tensor([0, 6, 11], dtype=torch.int32)
+    turn_reward_T = torch.tensor([9, 0, 0.5, 9, 0.25, 9, 9, -1, 9, 3, 9], dtype=torch.float64)
+    reward_B = torch.tensor([0.75, 1.0], dtype=torch.float64)
+    reward_T = reward_with_kl(reward_B, torch.ones(11), loss_mask_T, cu_seqlens, 0.1, turn_reward_T)
+    expected = torch.tensor([0, -0.1, 0.4, 0, 0.15, 0, 0, -1.1, 0, 1.9, 0], dtype=torch.float64)
+    torch.testing.assert_close(reward_T, expected, atol=1e-8, rtol=0)  # the divergence is float32
+
+
 def test_reward_with_kl_without_response_tokens():
     reward_T = reward_with_kl(
         torch.ones(1), torch.ones(3), torch.zeros(3, dtype=torch.bool), torch.tensor([0, 3], dtype=torch.int32), 0.1

@@ -156,3 +156,10 @@ def test_bad_addresses_and_names(tmp_path):
     with pytest.raises(StoreError, match=r"has a file with the name .*evil: remove it"):
         Store(ADDRESS).fetch(tmp_path / "run")
     assert not list(tmp_path.rglob("evil"))
+
+
+def test_a_store_with_folders(tmp_path):
+    """Folders below the address are made, in a folder that is there."""
+    (tmp_path / "run").mkdir()
+    count(tmp_path / "run", checkpoint__store=f"file://{tmp_path}/copies/of/it")
+    assert Store(f"file://{tmp_path}/copies/of/it").checkpoints()[-1] == "step_00000006"

@@ -1,11 +1,15 @@
 """What trackers get of a run, read back by their own readers, and a tracker that does not answer."""
 
+import contextlib
 import json
+import math
 import os
+import socket
 import struct
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +148,7 @@ def content_of(path: Path) -> bytes:
         ("wandb", "WANDB_MODE", "online", "no API key: run wandb login"),
         ("trackio", "TRACKIO_SERVER_URL", "no url", "must be a full URL"),
         ("mlflow", "MLFLOW_TRACKING_URI", "http://127.0.0.1:9", "Max retries exceeded"),
+        ("prometheus", "OTEL_EXPORTER_PROMETHEUS_HOST", "192.0.2.1", "192.0.2.1:9464 cannot be served"),
     ],
 )
 def test_a_tracker_that_does_not_answer_costs_one_warning(name, variable, value, reason, tiny_model, tmp_path):
@@ -159,6 +164,31 @@ def test_a_tracker_that_does_not_answer_costs_one_warning(name, variable, value,
     (warning,) = [line for line in ended.stdout.splitlines() if line.startswith("warning")]
     assert warning.startswith(f"warning: {name} gets no numbers from here on")
     assert reason in warning
+
+
+@pytest.mark.peers
+def test_prometheus_reads_the_last_step(tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", str(port))
+    run = TrackedRun(tmp_path / "a run", "1234", 0, {})
+    tracker = Tracker("prometheus", run, pytest.fail)
+    tracker.send(6, {"loss": 1.0})
+    tracker.send(7, {"reward/even share": 0.25, "reward/even.share": 0.5, "entropy": math.nan})
+    wanted = {
+        'rlft_fast_step{run="a run",run_id="1234"} 7.0', 'rlft_fast_loss{run="a run",run_id="1234"} 1.0',
+        'rlft_fast_reward_even_share{run="a run",run_id="1234"} 0.25',
+        'rlft_fast_reward_even_share_2{run="a run",run_id="1234"} 0.5',
+    }  # fmt: skip
+    within_s, found = time.monotonic() + 60, set()
+    while found != wanted and time.monotonic() < within_s:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://localhost:{port}/metrics") as page:
+            found = {line for line in page.read().decode().splitlines() if not line.startswith("#")}
+    assert found == wanted
+    tracker.close(timeout_s=60.0)
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://localhost:{port}/metrics")
 
 
 def test_a_tracker_that_is_not_installed(tiny_model, tmp_path, monkeypatch):

@@ -123,6 +123,25 @@ def test_divergence_in_the_reward_of_sequences():
     torch.testing.assert_close(prepared.reward_T.view(4, 3).sum(1), prepared.reward_B)
 
 
+@pytest.mark.parametrize("name", ["gae", "reinforce++", "grpo"])
+def test_rewards_of_turns_are_earned_by_the_tokens_before_them(name):
+    """Two turns of two tokens each, with a token of the environment between them. Functions give 0.5."""
+    rewards = [[0, 1.0, 0, 0, 2.0], [0, 0, 0, 0, 3.0]]
+    batch = Batch.from_samples(
+        [[1]] * 2, [[2, 3, 4, 5, 6]] * 2, rewards=[3.5, 3.5], groups=[0, 0],
+        completion_masks=[[True, True, False, True, True]] * 2,
+    )  # fmt: skip
+    reward_T = torch.tensor([x for own in rewards for x in [*own, 0.0]], dtype=torch.float64)
+    batch = batch.replace(reward_T=reward_T, value_T=torch.zeros(12) if name == "gae" else None)
+    config = AlgorithmConfig(advantage=name, gamma=1.0, lam=1.0)
+    prepared = Objective(config, max_new_tokens=5, has_critic=name == "gae").prepare(batch)
+    to_go = torch.tensor([3.5, 3.5, 2.5, 2.5, 3.5, 3.5, 3.5, 3.5], dtype=torch.float64)
+    expected = torch.zeros(8) if name == "grpo" else ((to_go - to_go.mean()) / to_go.std()).float()
+    torch.testing.assert_close(prepared.advantage_T[batch.loss_mask_T], expected, atol=1e-5, rtol=0)
+    if name == "gae":
+        torch.testing.assert_close(prepared.return_T[batch.loss_mask_T], to_go.float())
+
+
 def test_an_empty_completion_keeps_its_reward_beside_the_divergence():
     batch = Batch.from_samples([[1]] * 2, [[], [2, 3]], rewards=[1.0, 0.0], groups=[0, 0])
     batch = batch.replace(old_logprob_T=torch.zeros(4), ref_logprob_T=torch.zeros(4))

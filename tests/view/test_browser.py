@@ -125,11 +125,14 @@ def test_hostile_texts_are_shown_as_texts(run, tmp_path):
 def test_turns_of_an_episode_are_told_apart(tmp_path):
     texts = ["Is it?", "<b>yes</b>", "No."]
     turns = [{"sampled": i == 1, "text": text} for i, text in enumerate(texts)]
-    folder = write_run(tmp_path / "run", [sample(1) | {"turns": [*turns, "odd", {"sampled": 1, "text": 3}]}])
+    turns[1]["reward"] = 0.25
+    odd = ["odd", {"sampled": 1, "text": 3, "reward": "much"}]
+    folder = write_run(tmp_path / "run", [sample(1) | {"turns": [*turns, *odd]}])
     write_view([folder], tmp_path / "page.html")
     (text,) = opened(tmp_path / "page.html", "", tmp_path).one("#groups").all(".text")
     assert [part.text for part in text.all(".said")] == ["<b>yes</b>"]
     assert [part.text for part in text.all(".given")] == ["Is it?", "No.", "", ""]
+    assert [part.text for part in text.all(".earned")] == ["0.25"]
 
 
 def test_samples_of_other_images_are_apart_and_show_them(tmp_path):

@@ -1,19 +1,33 @@
 """Logits of a few tokens of the vocabulary: dot products of hidden states with gathered rows of the projection.
 
+`IdLogits` are those that `linear_logprob_loss` finds beside each target, which a distillation loss reads. With x the
+logit that the softmax sees, log p_k = log p_t + x_k - x_t: the GEMM of the logits has given log p_t, and the x are dot
+products with gathered rows. A gradient g_k in log p_k is one of g_k in log p_t, which the other GEMMs carry, and one of
+g_k in x_k - x_t, which is finished here: the GEMMs stay three, and memory is that of T K numbers.
+
 Nothing of the vocabulary's size exists but dweight. On a CPU the products are those of sparse matrices: gathered rows
 and outer products, of 2.3 KB for each id at D = 576, are not written to memory (480 rows of 65 ids: 16 ms in place of
 176 for the logits, 11 of 147 for dhidden, 15 of 82 for dweight).
 
-Shapes: T packed tokens, K ids of each, D hidden, V vocabulary, U different ids.
+Shapes: T packed tokens, R rows of one chunk, K ids of each, D hidden, V vocabulary, U different ids.
 """
+
+from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rlft_fast.ops.logprob.problem import Problem
+from rlft_fast.ops.logprob.reference import transform_logits
+from rlft_fast.ops.logprob.statistics import Rows
+from rlft_fast.ops.logprob.ways import Gradients
 from rlft_fast.ops.precision import sums_in_float32
+
+_WORKSPACE_MIB = 64  # of gathered rows, where the caller names none
 
 
 def gathered_bytes(num_ids: int, dim: int, dtype: torch.dtype) -> int:
@@ -69,6 +83,55 @@ def add_gathered_grad_weight_(
             grad_weight.index_put_((ids[rows].flatten(),), products, accumulate=True)
 
 
+@dataclass(frozen=True, slots=True)
+class IdLogits:
+    """Of a chunk: the raw logits of K ids and, in the last column, of the target."""
+
+    problem: Problem
+    rows: Rows
+    ids: Tensor  # (R, K + 1)
+    raw: Tensor  # (R, K + 1) float32, with bias
+
+    @classmethod
+    def of(cls, problem: Problem, rows: Rows, ids_RK: Tensor) -> IdLogits:
+        target_R1 = rows.target_R.clamp(0, problem.vocab - 1).unsqueeze(1)  # another one has a log-probability of nan
+        ids = torch.cat([ids_RK, target_R1], dim=1)
+        columns = rows.hidden_RD.split([part.shape[1] for part in problem.parts], dim=1)
+        raw = sum(
+            gathered_logits(x, part, ids, _workspace_mib(problem), problem.dtype)
+            for x, part in zip(columns, problem.parts, strict=True)
+        )
+        assert isinstance(raw, Tensor)
+        return cls(problem, rows, ids, raw if problem.bias_V is None else raw + problem.bias_V[ids])
+
+    def logprob(self, raw: Tensor, logprob_R: Tensor) -> Tensor:
+        """(R, K) log-probabilities of the ids, differentiable in the raw logits and the target's log-probability."""
+        x = transform_logits(raw, 1.0, self.problem.softcap or None, self.problem.scale)
+        x = x * self.rows.inv_temperature.unsqueeze(1)
+        others = self.ids[:, :-1] != self.ids[:, -1:]  # a target among the ids would add a gradient and take it away
+        return logprob_R.unsqueeze(1) + (x[:, :-1] - x[:, -1:]).where(others, 0)
+
+    def add_gradients(self, grad: Tensor, index: Tensor, grads: Gradients) -> None:
+        """Adds what the gradient of the raw logits gives to float32 gradients; ``index`` are the rows' tokens."""
+        workspace_mib, dtype = _workspace_mib(self.problem), self.problem.dtype
+        if grads.hidden.numel():
+            of_parts = [gathered_grad_hidden(grad, x, self.ids, workspace_mib, dtype) for x in self.problem.parts]
+            grads.hidden[index] += torch.cat(of_parts, dim=1)
+        if grads.weight.numel():
+            factor = self.problem.factor_of_trained(self.rows.hidden_RD)
+            add_gathered_grad_weight_(grads.weight, grad, factor, self.ids, workspace_mib, dtype)
+        if grads.bias.numel():
+            flat = (self.ids.flatten(), grad.flatten())
+            if grad.is_cuda:  # in the same order every time
+                grads.bias.index_put_((flat[0],), flat[1], accumulate=True)
+            else:
+                grads.bias.index_add_(0, *flat)
+
+
+def _workspace_mib(problem: Problem) -> int:
+    return problem.workspace_mib or _WORKSPACE_MIB
+
+
 def _row_groups(weight: Tensor, ids: Tensor, workspace_mib: int, dtype: torch.dtype) -> list[slice]:
     """Rows whose gathered weight rows fit the workspace."""
     row_bytes = max(gathered_bytes(ids.shape[1], weight.shape[1], narrower(weight.dtype, dtype)), 1)
@@ -113,59 +176,3 @@ def _take_the_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor(torch.zeros(1, dtype=torch.int64), [], torch.zeros(0), (0, 0), check_invariants=False)
-
-
-# ---- as an operator -------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("rlft_fast::support_logits", mutates_args=())
-def _support_logits(hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int, dtype: torch.dtype) -> Tensor:
-    """(T, K) float32, see `gathered_logits`."""
-    return gathered_logits(hidden, weight, ids, workspace_mib, dtype)
-
-
-@_support_logits.register_fake
-def _(hidden, weight, ids, workspace_mib, dtype):
-    return hidden.new_empty(ids.shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("rlft_fast::support_logits_backward", mutates_args=())
-def _support_logits_backward(
-    grad: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int, dtype: torch.dtype,
-    needs_grad: list[bool],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dhidden, dweight), added up in float32 and rounded once; empty where not needed."""
-    grad_hidden, grad_weight = _empty_gradients(hidden, weight, needs_grad, torch.float32)
-    with torch.autocast(hidden.device.type, enabled=False):  # autocast would narrow the sums
-        if needs_grad[0]:
-            grad_hidden = gathered_grad_hidden(grad, weight, ids, workspace_mib, dtype).to(hidden.dtype)
-        if needs_grad[1]:
-            add_gathered_grad_weight_(grad_weight.zero_(), grad, hidden, ids, workspace_mib, dtype)
-    return grad_hidden, grad_weight.to(weight.dtype)
-
-
-@_support_logits_backward.register_fake
-def _(grad, hidden, weight, ids, workspace_mib, dtype, needs_grad):
-    return _empty_gradients(hidden, weight, needs_grad, weight.dtype)
-
-
-def _empty_gradients(
-    hidden: Tensor, weight: Tensor, needs_grad: list[bool], weight_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    sizes = [x.shape if needed else (0,) for x, needed in zip((hidden, weight), needs_grad, strict=True)]
-    return hidden.new_empty(sizes[0]), weight.new_empty(sizes[1], dtype=weight_dtype)
-
-
-def _save(ctx, inputs, output) -> None:
-    *tensors, workspace_mib, dtype = inputs
-    ctx.scalars = workspace_mib, dtype
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, grad):
-    needs_grad = list(ctx.needs_input_grad[:2])
-    grads = torch.ops.rlft_fast.support_logits_backward(grad, *ctx.saved_tensors, *ctx.scalars, needs_grad)
-    return *(x if needed else None for x, needed in zip(grads, needs_grad, strict=True)), None, None, None
-
-
-_support_logits.register_autograd(_backward, setup_context=_save)

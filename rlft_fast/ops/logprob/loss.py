@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlft_fast.ops import library
 from rlft_fast.ops.logprob.checks import check_losses, check_row_fits, check_shards
-from rlft_fast.ops.logprob.ids import IdLogits
+from rlft_fast.ops.logprob.gathered import IdLogits
 from rlft_fast.ops.logprob.odds import (
     Odds,
     has_odds,

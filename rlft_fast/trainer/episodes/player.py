@@ -53,13 +53,19 @@ class _Episode:
     spans: list[Span] = field(default_factory=list)
     supports: list[torch.Tensor] = field(default_factory=list)
     reward: float = 0.0
-    turns: int = 0
+    ends: list[int] = field(default_factory=list)  # for each turn the place behind its last token
+    turn_rewards: list[float] = field(default_factory=list)
     calls: int = 0
     failed_calls: int = 0
     is_thinking: bool = False  # the next reply begins within a thought
     stopped: bool = False  # by itself, not by a limit of tokens
     running: bool = True
     failure: str | None = None  # an episode that failed has no reward
+
+    @property
+    def turns(self) -> int:
+        """Replies of the policy's so far."""
+        return len(self.ends)
 
     @property
     def left(self) -> int:
@@ -77,7 +83,8 @@ class _Episode:
         self.spans += reply.spans or [Span(len(reply.token_ids), 0)]
         if reply.support is not None:
             self.supports.append(reply.support)
-        self.turns += 1
+        self.ends.append(len(self.token_ids))
+        self.turn_rewards.append(0.0)
 
     def add_given(self, suffix: Suffix) -> None:
         """Appends tokens of the environment or the template."""
@@ -92,6 +99,19 @@ class _Episode:
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.is_sampled += [is_sampled] * len(token_ids)
+
+    def earn(self, reward: float | None) -> None:
+        """Adds to the reward of the episode, and of its last turn."""
+        self.reward += reward or 0.0
+        if self.turn_rewards:
+            self.turn_rewards[-1] += reward or 0.0
+
+    def rewards(self) -> list[float]:
+        """Of each token: at the last token of a turn the reward of the turn, else 0."""
+        rewards = [0.0] * len(self.token_ids)
+        for end, reward in zip(self.ends, self.turn_rewards, strict=True):
+            rewards[end - 1] = reward
+        return rewards
 
     def fail(self, reason: str) -> None:
         """The episode has no reward, and is left out of the learning."""
@@ -207,16 +227,25 @@ class EpisodePlayer:
         return _to_samples(episodes)
 
     def turns(self, samples: Samples) -> list[list[dict[str, Any]]]:
-        """What was said in each sample: in turn what the policy sampled (``sampled``), and what followed, as texts."""
-        lengths = samples.length_B.tolist()
-        columns = zip(samples.token_ids_T.split(lengths), samples.is_sampled_T.split(lengths), strict=True)
-        return [self._runs(ids.tolist(), mask.tolist()) for ids, mask in columns]
+        """What was said in each sample, as texts.
 
-    def _runs(self, token_ids: list[int], is_sampled: list[bool]) -> list[dict[str, Any]]:
-        runs, start = [], 0
+        In turn what the policy sampled (``sampled``), with the ``reward`` of its turn, and what followed.
+        """
+        lengths = samples.length_B.tolist()
+        rewards = [None] * len(samples) if samples.reward_T is None else samples.reward_T.split(lengths)
+        columns = zip(samples.token_ids_T.split(lengths), samples.is_sampled_T.split(lengths), rewards, strict=True)
+        return [self._runs(ids.tolist(), mask.tolist(), own) for ids, mask, own in columns]
+
+    def _runs(
+        self, token_ids: list[int], is_sampled: list[bool], reward_T: torch.Tensor | None
+    ) -> list[dict[str, Any]]:
+        runs: list[dict[str, Any]] = []
+        start = 0
         for sampled, run in groupby(is_sampled):
             end = start + len([*run])
             runs.append({"sampled": sampled, "text": self.tokenizer.decode(token_ids[start:end])})
+            if sampled and reward_T is not None:
+                runs[-1]["reward"] = float(reward_T[start:end].sum())
             start = end
         return runs
 
@@ -280,7 +309,7 @@ class EpisodePlayer:
             messages: list[Message] = [{"role": "tool", "content": reply.mistake}]
         else:
             messages = answer["messages"]
-            episode.reward += answer["reward"] or 0.0
+            episode.earn(answer["reward"])
         is_done = answer is not None and answer["done"]
         if is_done or episode.turns == self.config.max_turns or not messages:
             episode.running, episode.stopped = False, True
@@ -322,7 +351,7 @@ class EpisodePlayer:
         if isinstance(answer, Failed):
             episode.fail(answer)
         elif answer is not None:
-            episode.reward += answer["reward"] or 0.0
+            episode.earn(answer["reward"])
 
     def _text(self, reply: Completion) -> str:
         ids = reply.token_ids
@@ -339,6 +368,7 @@ def _to_samples(episodes: Sequence[_Episode]) -> Samples:
         "environment_failed": [e.failure is not None for e in episodes],
     }
     return samples.replace(
+        reward_T=torch.tensor([x for episode in episodes for x in episode.rewards()], dtype=torch.float64),
         parts={PART: torch.tensor(rewards, dtype=torch.float64)},
         counts={name: torch.tensor(own, dtype=torch.float64) for name, own in counts.items()},
     )

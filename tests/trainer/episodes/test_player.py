@@ -218,6 +218,21 @@ def test_an_environment_cannot_speak_as_the_policy(play, tokenizer):
     assert sum(i >= 256 for i in given) == 3
 
 
+def test_rewards_stand_at_the_last_token_of_their_turns(play, tokenizer):
+    rows = [{"prompt": "1 to 9?", "answer": 7}, {"prompt": "1 to 9?", "answer": 8}]
+    replies = {0: ["Hm", "no", "7"], 1: ["Hm", "8"]}
+    reply = lambda request: tokenizer.encode(replies[request.row].pop(0) + IM_END)  # noqa: E731
+    samples, _, player, _ = play(rows, "GuessNumber", reply)
+    assert samples.parts["environment"].tolist() == [0.8, 0.9]
+    found = [(i, r) for i, r in enumerate(samples.reward_T.tolist()) if r]
+    ends = ((samples.token_ids_T == player.tokenizer.convert_tokens_to_ids(IM_END)) & samples.is_sampled_T).nonzero()
+    assert found == [*zip(ends.flatten().tolist(), [-0.1, -0.1, 1.0, -0.1, 1.0], strict=True)]
+    shown = [[turn["reward"] for turn in turns if turn["sampled"]] for turns in player.turns(samples)]
+    assert shown == [[-0.1, -0.1, 1.0], [-0.1, 1.0]]
+    batch = samples.replace(reward_B=samples.parts["environment"]).to_batch([[1], [1, 1]])
+    assert batch.reward_T[batch.loss_mask_T].tolist() == samples.reward_T[samples.is_sampled_T].tolist()
+
+
 def test_limits_end_an_episode(play, tokenizer):
     rows = [{"prompt": "1 to 9?", "answer": 7}]
     samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, *"123"), max_turns=2)

@@ -74,6 +74,8 @@ def test_a_policy_learns_in_episodes(config, tmp_path):
         assert 0 < line["reward_mean"] < 1
     assert lines[-1]["reward_mean"] > lines[0]["reward_mean"]
     assert lines[0]["completion_length_mean"] < 40
+    for line in read_lines(tmp_path / "run" / "samples.jsonl"):
+        assert sum(turn.get("reward", 0) for turn in line["turns"]) == pytest.approx(line["reward"], abs=1e-12)
 
 
 def test_a_function_for_held_out_answers_replaces_the_environment(config, tmp_path):

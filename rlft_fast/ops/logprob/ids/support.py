@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlft_fast.ops.logprob.checks import check_per_token, check_targets, looks_at
 from rlft_fast.ops.logprob.gathered import gathered_bytes, narrower
+from rlft_fast.ops.logprob.ids.operator import support_logits
 from rlft_fast.ops.logprob.linear import checked_problem, linear_logprob
 from rlft_fast.ops.logprob.problem import Problem
 from rlft_fast.ops.logprob.reference import (
@@ -149,7 +150,7 @@ def _over_ids(
     ids_TK = support_TK.clamp(min=0)
     columns = problem.hidden_TD.split([part.shape[1] for part in problem.parts], dim=1)
     z, *of_adapter = (
-        torch.ops.rlft_fast.support_logits(x, part, ids_TK, problem.workspace_mib, problem.dtype)
+        support_logits(x, part, ids_TK, problem.workspace_mib, problem.dtype)
         for x, part in zip(columns, problem.parts, strict=True)
     )
     for others in of_adapter:
