@@ -406,6 +406,17 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
         ({"algorithm.kl_coef": 0.1, "reference.max_tokens": 639}, r"reference\.max_tokens is 639"),
         ({"actor.max_tokens": 640, "reward.model": "rm"}, "may see 641 tokens .* raise it by 1"),
         (
+            {"reward.models": {"a": {"model": "rm", "max_tokens": 640}}},
+            r"reward\.models\.a\.max_tokens is 640, .* may see 641 tokens",
+        ),
+        ({"reward": {"model": "rm", "models": {"a": {"model": "rm"}}}}, "either model .* or models"),
+        ({"reward.models": {"length": {"model": "rm"}}}, "models has one named 'length'"),
+        (
+            {"reward.models": {"a": {"modell": "rm"}}},
+            r"reward\.models\.a\.modell: did you mean reward\.models\.a\.model\?",
+        ),
+        ({"reward.models": {"a": {}}}, r"reward\.models\.a\.model is missing"),
+        (
             {"actor.max_tokens": 640, "reward.model": "rm", "evaluation": {"path": "a", "max_new_tokens": 200}},
             "may see 713 tokens .* raise it by 73",
         ),

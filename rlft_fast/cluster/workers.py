@@ -308,16 +308,17 @@ class CriticWorker(Worker):
 
 
 class RewardModelWorker(Worker):
-    """The reward model, with the policy's token ids."""
+    """The reward models. `compute_scores` and `compute_rm_score` ask ``reward.model``, with the policy's token ids."""
 
     @staticmethod
     def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
-        return _own_config(config, "reward")
+        scoring = {name: role.config for name, role in run_roles(config).items() if role.part is not None}
+        return scoring or _own_config(config, "reward")
 
     @register(ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model."""
-        self._load(["reward"])
+        """Loads the models."""
+        self._load([*self.engine_configs(self.config)])
 
     @register(DP_COMPUTE_PROTO, engine="reward")
     def compute_scores(self, share: Share) -> dict[str, Tensor]:
@@ -383,7 +384,7 @@ class ColocatedWorker(ActorRolloutRefWorker, CriticWorker, TeacherWorker, Reward
 
 def _is_here(config: Config, name: str) -> bool:
     """Whether the run has the role, and the actor's workers hold it."""
-    apart = name != "actor" and config.cluster is not None and getattr(config.cluster, name) is not None
+    apart = name != "actor" and config.cluster is not None and name.partition(".")[0] in config.cluster.groups
     return name in run_roles(config) and not apart
 
 

@@ -4,7 +4,7 @@ The docstring under a field is the help text of its key (``rlft-fast train --hel
 """
 
 from rlft_fast.config.algorithm import AlgorithmConfig
-from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key, without_password
+from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key, value_at, without_password
 from rlft_fast.config.cluster import ClusterConfig, GeneratorsConfig, GroupName, WorkersConfig
 from rlft_fast.config.environment import EnvironmentConfig
 from rlft_fast.config.model import (
@@ -22,6 +22,7 @@ from rlft_fast.config.resume import changed_settings, fixed_settings
 from rlft_fast.config.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig, VLLMConfig
 from rlft_fast.config.run import (
+    MODEL_PART,
     SERVER_PART,
     Config,
     DataConfig,
@@ -47,6 +48,7 @@ from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, ProfileCo
 
 __all__ = [
     "HUB",
+    "MODEL_PART",
     "OBJECTIVES",
     "SERVER_PART",
     "SMALLEST_VLLM_TEMPERATURE",
@@ -102,5 +104,6 @@ __all__ = [
     "sections",
     "server_urls",
     "set_key",
+    "value_at",
     "without_password",
 ]

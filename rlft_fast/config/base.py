@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Self, get_args
+from typing import Any, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -127,9 +127,23 @@ def sections(model: type[BaseModel], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section class in the annotation of a field, or None if the field holds a plain value."""
+    """The section class in the annotation of a field, or None if the field holds a plain value or a mapping."""
+    if get_origin(annotation) is dict:
+        return None
     candidates = (annotation, *getattr(annotation, "__args__", ()))
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+
+
+def sections_by_name(annotation: Any) -> type[Section] | None:
+    """The section class of the values, where a field holds sections by names that the user gives."""
+    return section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
+
+
+def value_at(values: Any, key: str) -> Any:
+    """The value of a dotted key in sections and mappings; None where there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
+    return values
 
 
 _MAX_LINES = 20
@@ -193,7 +207,7 @@ def _lines(
         own = config.model_fields["objective"].default
         yield f"{key} has no meaning for objective: {own}: leave it out (it is a key of {' and '.join(objectives)})"
     elif kind == "extra_forbidden":
-        yield from _unknown(key, got, [name for name, _ in sections(config)])
+        yield from _unknown(key, got, [name for name, _ in sections(config)] + _keys_beside(config, key))
     elif kind == "missing":
         yield f"{key} is missing: it has no default"
     elif kind == "value_error" and isinstance(got, Mapping):  # rules of a section, whose messages name the keys
@@ -205,6 +219,16 @@ def _lines(
         first, *more = (_in_words_of_yaml(problem["msg"].removeprefix("Value error, ")) for problem in problems)
         message = " or ".join([first, *(other.removeprefix("Input should be ") for other in more)])
         yield f"{key}: {message}, got {_SHORT.repr(got)}" if key else message
+
+
+def _keys_beside(config: type[BaseModel], key: str) -> list[str]:
+    """The keys of the section that an unknown key is in, where the user has named the section."""
+    for name, field in sections(config):
+        inner = sections_by_name(field.annotation)
+        if inner is not None and key.startswith(f"{name}."):
+            given = key.removeprefix(f"{name}.").partition(".")[0]
+            return [own for own, _ in sections(inner, f"{name}.{given}.")]
+    return []
 
 
 def _unknown(key: str, value: Any, known: list[str]) -> Iterator[str]:

@@ -200,7 +200,25 @@ class EngineConfig(ModelConfig):
             yield "cpu_offload keeps the optimizer's state on the CPU already: leave optimizer.cpu_offload out"
 
 
-class TopKTeacherConfig(ModelConfig):
+class FrozenConfig(ModelConfig):
+    """A model that does not train."""
+
+    @property
+    def engine(self) -> EngineConfig:
+        """How the model is held in memory and run."""
+        return EngineConfig(**{name: getattr(self, name) for name in ModelConfig.model_fields})
+
+
+class ScoringConfig(FrozenConfig):
+    """A reward model with settings of its own."""
+
+    model: MayChange[ModelPath]
+    """Folder of the reward model (sequence classification, one label)."""
+    weight: float = 1.0
+    """Weight of its score in the reward."""
+
+
+class TopKTeacherConfig(FrozenConfig):
     """A frozen model with the tokens of the model that learns from it."""
 
     model: MayChange[ModelPath]
@@ -211,11 +229,6 @@ class TopKTeacherConfig(ModelConfig):
     """How many of its most likely ids the teacher names for each token."""
     add_tail: bool = True
     """The divergence also has a term of all other ids together."""
-
-    @property
-    def engine(self) -> EngineConfig:
-        """How the teacher is held in memory and run."""
-        return EngineConfig(**{name: getattr(self, name) for name in ModelConfig.model_fields})
 
     @property
     def num_ids(self) -> int | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
-from rlft_fast.config.base import Section, section_of
+from rlft_fast.config.base import Section, section_of, sections_by_name
 
 T = TypeVar("T")
 
@@ -26,6 +26,8 @@ def fixed_settings(section: Section) -> dict[str, Any]:
         value = getattr(section, name)
         if isinstance(value, Section):
             kept[name] = fixed_settings(value)
+        elif sections_by_name(field.annotation) is not None:
+            kept[name] = {key: fixed_settings(own) for key, own in value.items()}
         elif not any(isinstance(mark, _MayChange) for mark in field.metadata):
             kept[name] = values[name]
     return kept
@@ -43,8 +45,12 @@ def changed_settings(
         prefix: of the dotted keys.
     """
     for name in (name for name in now if name in before):
-        inner = section_of(section.model_fields[name].annotation)
+        annotation = section.model_fields[name].annotation
+        inner, by_name = section_of(annotation), sections_by_name(annotation)
         if inner is not None and isinstance(before[name], Mapping) and isinstance(now[name], Mapping):
             yield from changed_settings(before[name], now[name], inner, f"{prefix}{name}.")
+        elif by_name is not None and before[name].keys() == now[name].keys():
+            for key in now[name]:
+                yield from changed_settings(before[name][key], now[name][key], by_name, f"{prefix}{name}.{key}.")
         elif before[name] != now[name]:
             yield prefix + name, before[name], now[name]

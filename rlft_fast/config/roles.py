@@ -21,6 +21,7 @@ class Role:
         phases: the phases of a step in which it works.
         temperature: of its log-probabilities.
         top_k: how many of the most likely ids it tells of each token; None: none.
+        part: name of the part of the reward that its scores are; None: it scores nothing.
     """
 
     path: str
@@ -30,3 +31,4 @@ class Role:
     phases: tuple[StepPhase, ...]
     temperature: float = 1.0
     top_k: int | None = None
+    part: str | None = None

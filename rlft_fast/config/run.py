@@ -10,7 +10,7 @@ from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.cluster import ClusterConfig
 from rlft_fast.config.environment import EnvironmentConfig
-from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig, TeacherConfig
+from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig, ScoringConfig, TeacherConfig
 from rlft_fast.config.paths import DataPath, FunctionName, ModelPath
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import Role, StepPhase
@@ -20,6 +20,9 @@ from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfi
 
 SERVER_PART = "server"
 """Name of the part of a reward that a server gives."""
+MODEL_PART = "model"
+"""Name of the part of a reward that ``reward.model`` gives."""
+_TAKEN_PARTS = (SERVER_PART, MODEL_PART, "environment", "length")
 
 
 class DataConfig(RowsConfig):
@@ -67,6 +70,9 @@ class RewardConfig(Section):
     """Folder of a reward model (sequence classification, one label), run as the actor is. Its score is added."""
     model_weight: float = 1.0
     """Weight of the reward model's score."""
+    models: dict[str, ScoringConfig] = Field(default={})
+    """Several reward models by name, in place of model. Each is a section: model, weight, and the keys that critic and
+    teacher have for memory, such as max_tokens. Each score is a part of the reward by this name."""
     timeout_s: MayChange[Annotated[PositiveFloat, Field(le=31_536_000)] | None] = None
     """Run functions in worker processes, with so many seconds per sample. A sample over time or crashed is left out."""
     workers: MayChange[Annotated[PositiveInt, Field(le=1024)]] = 2
@@ -88,6 +94,22 @@ class RewardConfig(Section):
     def _bounds_have_an_order(self) -> Iterator[str]:
         if self.clip is not None and self.clip[0] >= self.clip[1]:
             yield f"clip is [{self.clip[0]:g}, {self.clip[1]:g}], expected the lowest reward before the highest"
+
+    @rule
+    def _models_are_named(self) -> Iterator[str]:
+        if self.model is not None and self.models:
+            yield "give either model (it runs as the actor does) or models (each with settings of its own), not both"
+        for name in self.models:
+            if not name.isidentifier() or name in _TAKEN_PARTS:
+                yield (
+                    f"models has one named {name!r}: a name has letters, digits and underscores, no digit first, and "
+                    f"is none of {', '.join(_TAKEN_PARTS)}"
+                )
+
+    @property
+    def model_parts(self) -> list[str]:
+        """Names of the parts of the reward that reward models give."""
+        return [*([] if self.model is None else [MODEL_PART]), *self.models]
 
 
 class EvaluationConfig(HeldOutConfig):
@@ -162,9 +184,9 @@ class Config(RunConfig):
         models = {
             "actor": self.actor, "critic": self.critic, "reference": self.reference, "teacher": self.teacher,
         }  # fmt: skip
-        return self.model_copy(
-            update={name: None if model is None else model.for_device(device_type) for name, model in models.items()}
-        )
+        scoring = {name: own.for_device(device_type) for name, own in self.reward.models.items()}
+        resolved = {name: None if model is None else model.for_device(device_type) for name, model in models.items()}
+        return self.model_copy(update={**resolved, "reward": self.reward.model_copy(update={"models": scoring})})
 
     @model_validator(mode="before")
     @classmethod
@@ -188,7 +210,7 @@ class Config(RunConfig):
         refused = {
             "a cluster section": (self.cluster is not None, "its workers ask the generators and train in turn"),
             "an environment": (self.environment is not None, "episodes are played in the process that trains"),
-            "a reward.model": (self.reward.model is not None, "it scores in the process that trains"),
+            "a reward model": (bool(self.reward.model_parts), "it scores in the process that trains"),
             "algorithm.max_refills": (self.algorithm.max_refills > 0, "the number of prompts of a step is not known "
                                       "before it is sampled"),
             "algorithm.curriculum": (self.algorithm.curriculum > 0, "it draws by the rewards of the step before"),
@@ -204,7 +226,8 @@ class Config(RunConfig):
     def _clusters_fit(self) -> Iterator[str]:
         if self.cluster is not None:
             for name in ("critic", "reference", "teacher", "reward"):
-                if getattr(self.cluster, name) is not None and name not in self.roles:
+                groups = {role.partition(".")[0] for role in self.roles}
+                if getattr(self.cluster, name) is not None and name not in groups:
                     what = {"reward": "reward model"}.get(name, name)
                     yield f"cluster.{name} is given, but the run has no {what} of its own: leave it out"
         generators = None if self.cluster is None else self.cluster.generators
@@ -285,14 +308,14 @@ class Config(RunConfig):
     @rule
     def _reward_is_given(self) -> Iterator[str]:
         reward, filter_by = self.reward, self.algorithm.filter_by
-        has_reward = reward.function is not None or reward.model is not None or self.data.task is not None
+        has_reward = reward.function is not None or reward.model_parts or self.data.task is not None
         has_reward = has_reward or reward.server is not None
         has_reward = has_reward or (self.environment is not None and self.environment.name is not None)
         if not has_reward and self.algorithm.advantage != "none":
             yield "reward.function is needed: only reasoning-gym tasks and environments have their own scoring"
         if not has_reward and self.evaluation is not None and self.evaluation.function is None:
             yield "evaluation.function is needed, because the run has no reward"
-        parts = [*self.function_weights, *(["model"] if reward.model is not None else [])]
+        parts = [*self.function_weights, *reward.model_parts]
         parts += ["environment"] if self.environment is not None else []
         if filter_by is not None and filter_by not in parts:
             yield f"algorithm.filter_by is {filter_by!r}, expected a part of the reward: {', '.join(parts)}"
@@ -358,7 +381,7 @@ class Config(RunConfig):
 
     @rule
     def _longest_sequence_fits_the_reward_model(self) -> Iterator[str]:
-        """The reward model has the actor's token cap, and reads one token more than the sequence has."""
+        """A reward model reads one token more than the sequence has. ``reward.model`` has the actor's token cap."""
         evaluation = self.evaluation
         judged = self.max_evaluation_tokens if evaluation is not None and evaluation.function is None else 0
         longest = self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, judged) + 1
@@ -368,6 +391,12 @@ class Config(RunConfig):
                 f"{longest} tokens (rollout.max_prompt_tokens, the longest answer, and one more): raise it by "
                 f"{longest - self.actor.max_tokens}"
             )
+        for name, own in self.reward.models.items():
+            if own.max_tokens < longest:
+                yield (
+                    f"reward.models.{name}.max_tokens is {own.max_tokens}, but the model may see {longest} tokens "
+                    f"(rollout.max_prompt_tokens, the longest answer, and one more): raise it to at least {longest}"
+                )
 
     @property
     def longest_taught(self) -> int:
@@ -381,11 +410,13 @@ class Config(RunConfig):
 
     @property
     def model_folders(self) -> dict[str, str | None]:
-        """Folders of policy, reward model, critic and teacher, by key."""
+        """Folders of policy, reward models, critic and teacher, by key."""
         critic = None if self.critic is None else self.critic.model or self.model
         teacher = None if self.teacher is None else self.teacher.model
+        scoring = {f"reward.models.{name}.model": own.model for name, own in self.reward.models.items()}
         return {
-            "model": self.model, "reward.model": self.reward.model, "critic.model": critic, "teacher.model": teacher,
+            "model": self.model, "reward.model": self.reward.model, **scoring, "critic.model": critic,
+            "teacher.model": teacher,
         }  # fmt: skip
 
     @property
@@ -410,13 +441,13 @@ class Config(RunConfig):
         function, server = self.reward.function, self.reward.server
         if isinstance(function, str):
             function = {function: 1.0}
-        if function is None and server is None and self.reward.model is None and self.data.task is not None:
+        if function is None and server is None and not self.reward.model_parts and self.data.task is not None:
             function = {self.data.task: 1.0}
         return (function or {}) | ({} if server is None else {SERVER_PART: server.weight})
 
     @property
     def roles(self) -> dict[str, Role]:
-        """The policy, and the models that the algorithm and the rewards need.
+        """The policy, and the models that the algorithm and the rewards need, by the keys of their sections.
 
         The reference is a model of its own where the algorithm has a penalty on the divergence and the policy has no
         adapters. Without its adapters the policy is the reference.
@@ -441,5 +472,11 @@ class Config(RunConfig):
             roles["critic"] = Role(path=path, config=critic, head="value", trains=True, phases=("infer", "update"))
         if reward is not None:  # it runs as the policy does
             plain = actor.model_copy(update={"lora": None, "init_from": None, "freeze": ()})
-            roles["reward"] = Role(path=reward, config=plain, head="score", trains=False, phases=("score",))
+            roles["reward"] = _scoring(reward, plain, MODEL_PART)
+        for name, own in self.reward.models.items():
+            roles[f"reward.models.{name}"] = _scoring(own.model, own.engine, name)
         return roles
+
+
+def _scoring(path: str, config: EngineConfig, part: str) -> Role:
+    return Role(path=path, config=config, head="score", trains=False, phases=("score",), part=part)

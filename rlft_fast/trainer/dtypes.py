@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from rlft_fast.config import ModelConfig, RunConfig, run_roles
+from rlft_fast.config import ModelConfig, RunConfig, run_roles, value_at
 from rlft_fast.engine.memory import changed
 from rlft_fast.models import hidden_size
 from rlft_fast.ops import has_fast_bfloat16
@@ -40,13 +40,13 @@ def _open(config: RunConfig) -> dict[str, str]:
     return {
         name: role.path
         for name, role in run_roles(config).items()
-        if isinstance(section := getattr(config, name, None), ModelConfig) and section.compute_dtype == "auto"
+        if isinstance(section := value_at(config, name), ModelConfig) and section.compute_dtype == "auto"
     }
 
 
 def _begun_in(config: RunConfig, output: Path) -> list[str]:
     """The models that the run in the folder runs in bfloat16."""
-    sections = {name: settings_of(output).get(name) for name in _open(config)}
+    sections = {name: value_at(settings_of(output), name) for name in _open(config)}
     return [name for name, x in sections.items() if isinstance(x, Mapping) and x.get("compute_dtype") == "bfloat16"]
 
 

@@ -128,8 +128,7 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
             stack.callback(player.close)
             held_out = dict(zip(held_out, sets, strict=True))
         require_agreement(world, "held-out data", *held_out.values())
-        if judge.reader is not None:
-            judge.use_model(role_engine(judge.config, "reward", world))
+        judge.use_models({name: role_engine(judge.config, name, world) for name in judge.roles})
         frozen = config.actor.model_copy(update={"lora": None})
         engine = FSDPEngine(config.model, frozen, world=world).initialize()
         check_tokens("model", engine.facts.num_embeddings, *held_out.values())

@@ -215,7 +215,7 @@ def check_images(config: Config, *given: Prompts) -> None:
         "rollout.backend vllm": config.rollout.backend == "vllm",
         "cluster": config.cluster is not None,
         "environment": config.environment is not None,
-        "reward.model": config.reward.model is not None,
+        "a reward model": bool(config.reward.model_parts),
     }
     for key in ("critic.model", "teacher.model"):
         if (path := config.model_folders.get(key)) is not None:

@@ -1,9 +1,9 @@
-"""From completions to samples with rewards: functions on the rank that sampled, a reward model on all of them."""
+"""From completions to samples with rewards: functions on the rank that sampled, reward models on all of them."""
 
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import SERVER_PART, Config
+from rlft_fast.config import MODEL_PART, SERVER_PART, Config, run_roles
 from rlft_fast.data import Batch, Samples
 from rlft_fast.engine import Engine
 from rlft_fast.errors import brief, without_panics
@@ -39,7 +39,7 @@ _ANSWER = "an answer of 6 words, 1.5"  # to find in a rendered text
 
 
 class Judge:
-    """The reward functions of a run, and, after `use_model`, its reward model.
+    """The reward functions of a run, and, after `use_models`, its reward models.
 
     Args:
         config: of the run.
@@ -47,6 +47,7 @@ class Judge:
         world: the processes that score together.
 
     Attributes:
+        roles: of the reward models, by name.
         seconds: time in which this rank's functions scored the last answers [s].
 
     Raises:
@@ -58,9 +59,11 @@ class Judge:
         self.tokenizer = tokenizer
         self.world = world
         self.functions = load_functions(config)
-        self.reader = None if config.reward.model is None else RewardModelReader(config.reward.model, tokenizer)
-        self.model: RewardModelScorer | None = None
-        self.model_weight = config.reward.model_weight
+        self.roles = {name: role for name, role in run_roles(config).items() if role.part is not None}
+        self.readers = {name: RewardModelReader(role.path, tokenizer) for name, role in self.roles.items()}
+        self.models: dict[str, RewardModelScorer] = {}
+        weights = {name: own.weight for name, own in config.reward.models.items()}
+        self.model_weights = weights | {MODEL_PART: config.reward.model_weight}
         self.seconds = 0.0
         self._replaces = False  # whether its functions score episodes in the environment's place
 
@@ -74,14 +77,14 @@ class Judge:
         if config.evaluation is None or config.evaluation.function is None:
             return None
         reward = config.reward.model_copy(
-            update={"function": config.evaluation.function, "model": None, "server": None}
+            update={"function": config.evaluation.function, "model": None, "models": {}, "server": None}
         )
         judge = cls(config.model_copy(update={"reward": reward}), tokenizer, world)
         judge._replaces = True
         return judge
 
     def score(self, prompts: Prompts, own: Samples) -> Samples:
-        """The samples of all ranks with their texts, each scored by the rank that made it, and by the model of all.
+        """The samples of all ranks with their texts, each scored by the rank that made it, and by the models of all.
 
         Args:
             prompts: of the rollout.
@@ -108,11 +111,11 @@ class Judge:
         weights = self.functions.weights
         # A model scores every sample, and an environment its episodes: without a function's part, theirs is the reward.
         # A teacher needs no reward.
-        nothing = None if self.model is None and (self._replaces or not own.parts) and weights else 0.0
+        nothing = None if not self.models and (self._replaces or not own.parts) and weights else 0.0
         rewards = [nothing if (total := weighted_sum(parts, weights)) is None else total for parts in scored]
         samples = with_rewards(self._counted(own), rewards, scored, [*weights]).replace(texts=texts)
         samples = samples.replace(parts={**samples.parts, **own.parts}).gather(self.world)
-        return samples if self.model is None else self._with_model(self.model, prompts, samples)
+        return self._with_models(prompts, samples) if self.models else samples
 
     def _counted(self, own: Samples) -> Samples:
         """The samples with the parts of the reward that count. An episode that failed has no reward in any case."""
@@ -121,7 +124,7 @@ class Judge:
         return own.replace(parts={name: 0 * part for name, part in own.parts.items()})
 
     def check(self, prompts: Prompts, what: str) -> None:
-        """Checks before the run that functions and reward model can judge answers to these prompts.
+        """Checks before the run that functions and reward models can judge answers to these prompts.
 
         Warns of rows without a value that a function needs.
 
@@ -130,20 +133,26 @@ class Judge:
             what: name of the data set in messages.
 
         Raises:
-            ValueError: a function cannot be called with the columns of these prompts, or the reward model cannot read
-                a prompt.
+            ValueError: a function cannot be called with the columns of these prompts, or a reward model cannot read a
+                prompt.
         """
         for function in self.functions.functions.values():
             check_columns(function, prompts.columns, what)
             if self.world.is_first:
                 warn_of_missing_values(function, prompts.columns, what)
-        if self.reader is not None:
-            self.reader.check(prompts, what)
+        for reader in self.readers.values():
+            reader.check(prompts, what)
 
-    def use_model(self, engine: Engine) -> None:
-        """Scores with this engine of the reward model from now on."""
-        assert self.reader is not None
-        self.model = RewardModelScorer(self.reader, engine)
+    def use_models(self, engines: Mapping[str, Engine]) -> None:
+        """Scores with the engines of the reward models from now on.
+
+        Args:
+            engines: of the run, by role. Those of other roles are not read.
+        """
+        self.models = {
+            name: RewardModelScorer(reader, engines[name], "actor" if name == "reward" else name)
+            for name, reader in self.readers.items()
+        }
 
     def close(self) -> None:
         """Ends the functions' worker processes; the next call starts new ones."""
@@ -171,12 +180,14 @@ class Judge:
             [own[:-1] if stopped and own[-1] in ends else own for own, stopped in ended], skip_special_tokens=False
         )
 
-    def _with_model(self, model: "RewardModelScorer", prompts: Prompts, samples: Samples) -> Samples:
+    def _with_models(self, prompts: Prompts, samples: Samples) -> Samples:
         assert samples.texts is not None
-        answered = prompts.select(samples.row_B.tolist())
-        score_B = model.score(answered, samples.token_ids(), samples.texts)
-        reward_B = samples.reward_B + self.model_weight * score_B  # NaN where one of them is
-        return samples.replace(reward_B=reward_B, parts={**samples.parts, "model": score_B})
+        answered, reward_B, parts = prompts.select(samples.row_B.tolist()), samples.reward_B, dict(samples.parts)
+        for name, model in self.models.items():
+            part = str(self.roles[name].part)
+            parts[part] = model.score(answered, samples.token_ids(), samples.texts)
+            reward_B = reward_B + self.model_weights[part] * parts[part]  # NaN where one of them is
+        return samples.replace(reward_B=reward_B, parts=parts)
 
 
 class RewardModelReader:
@@ -275,11 +286,13 @@ class RewardModelScorer:
     Args:
         reader: of the reward model, whose folder holds a sequence classification with one label.
         engine: of the reward model.
+        section: key of the section of the configuration that the engine runs by, for messages.
     """
 
-    def __init__(self, reader: RewardModelReader, engine: Engine) -> None:
+    def __init__(self, reader: RewardModelReader, engine: Engine, section: str = "actor") -> None:
         self.reader = reader
         self.engine = engine
+        self.section = section
 
     def score(self, prompts: Prompts, token_ids: list[list[int]], texts: Sequence[str]) -> Tensor:
         """The scores of the completions of all ranks, which every rank must ask for together.
@@ -301,7 +314,7 @@ class RewardModelScorer:
         if not fits_B.all():
             warnings.warn(
                 f"answers that have more than {cap - 1} tokens with their prompt, as the reward model counts, have no "
-                "score and are left out: raise actor.max_tokens",
+                f"score and are left out: raise {self.section}.max_tokens",
                 stacklevel=2,
             )
         score_B = torch.full((len(sequences),), math.nan, dtype=torch.float64)
@@ -313,8 +326,8 @@ class RewardModelScorer:
             number = int(fits_B.nonzero()[bad.nonzero()[0]])
             raise RewardError(
                 f"the reward model scored an answer to the prompt {prompts.texts[number][:80]!r} with "
-                f"{scores[bad][0]}: look at its weights, or whether actor.compute_dtype, which it runs in, is too "
-                "narrow for it"
+                f"{scores[bad][0]}: look at its weights, or whether {self.section}.compute_dtype, which it runs in, is "
+                "too narrow for it"
             )
         score_B[fits_B] = scores.double()
         return score_B

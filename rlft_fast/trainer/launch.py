@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.config import Config, RunConfig, TaughtConfig, run_roles
+from rlft_fast.config import Config, RunConfig, TaughtConfig, run_roles, value_at
 from rlft_fast.models import load_tokenizer
 from rlft_fast.run import Run, RunLog, Store, Trainer, by_first, require_same, require_trackers, require_usable
 from rlft_fast.trainer.dtypes import settle_compute_dtype
@@ -69,7 +69,7 @@ def _settled(config: RunConfig, world: World, *, resume: bool) -> RunConfig:
     """The configuration with the dtypes that the CPUs decide, which are logged."""
     settled = settle_compute_dtype(config, world, resume=resume)
     if settled != config:
-        names = [name for name in run_roles(config) if getattr(settled, name) != getattr(config, name)]
+        names = [name for name in run_roles(config) if value_at(settled, name) != value_at(config, name)]
         log = RunLog(Path(config.output_dir), config.steps, world.rank)
         log.message(f"computes in bfloat16, as {', '.join(f'{name}.compute_dtype' for name in names)} is auto")
     return settled

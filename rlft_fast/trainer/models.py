@@ -223,7 +223,8 @@ def _with_absolute_paths(config: Config) -> Config:
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
 
-    reward = config.reward.model_copy(update={"model": absolute(config.reward.model)})
+    models = {name: own.model_copy(update={"model": absolute(own.model)}) for name, own in config.reward.models.items()}
+    reward = config.reward.model_copy(update={"model": absolute(config.reward.model), "models": models})
     actor = config.actor.model_copy(update={"init_from": absolute(config.actor.init_from)})
     critic, teacher = config.critic, config.teacher
     if critic is not None:

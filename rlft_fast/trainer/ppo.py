@@ -101,8 +101,7 @@ class PPOTrainer:
         self.models = models = build_models(self.config, self.tokenizer, self.world, num_training_steps)
         self.actor, self.critic = models.actor, models.engines.get("critic")
         self.rollout = models.rollout
-        if "reward" in models.engines:
-            self.judge.use_model(models.engines["reward"])
+        self.judge.use_models(models.engines)
         self.collector = self._collector(self.phases)
         self.overlap: Overlap[Collected] | None = None
         self._kept: dict[str, Tensor] = {}  # samples of a checkpoint, before a step takes them

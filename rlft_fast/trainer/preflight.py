@@ -27,10 +27,7 @@ from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.trainer.supervised import RowsData, check_row_tokens
 from rlft_fast.world import World
 
-_BUILDERS = {
-    "model": build_policy, "critic.model": build_critic, "reward.model": build_reward_model,
-    "teacher.model": build_policy,
-}  # fmt: skip
+_BUILDERS = {"critic.model": build_critic, "reward": build_reward_model}
 
 
 def check_folder(
@@ -141,7 +138,9 @@ def _described_model(key: str, model: RLModel) -> str:
 
 
 def _buildable(key: str, path: str) -> RLModel:
-    model = _BUILDERS[key](path)
+    """The model at a key. All models of ``reward`` score, and models without a builder of their own are policies."""
+    build = _BUILDERS.get(key) or _BUILDERS.get(key.partition(".")[0], build_policy)
+    model = build(path)
     check_loadable(path, model)
     return model
 
@@ -150,7 +149,7 @@ def _check_fit(key: str, model: RLModel, config: Config, inputs: Inputs | None, 
     """Raises ValueError for a model that does not go with the prompts, or with the sampling."""
     if key == "model":
         check_support(config, model.backbone.config.get_text_config().hidden_size, world.device.type)
-    if inputs is not None and key != "reward.model":  # which may have a tokenizer of its own
+    if inputs is not None and not key.startswith("reward."):  # which may have a tokenizer of its own
         embedding = cast(nn.Embedding, model.pretrained.get_input_embeddings())
         check_tokens(key, embedding.num_embeddings, inputs.prompts, *inputs.held_out.values())
 
@@ -169,7 +168,7 @@ def _reward_of_first(inputs: Inputs) -> str:
     finally:
         inputs.judge.close()
     if not parts:
-        return "reward.model alone"
+        return "reward models alone"
     reward = weighted_sum(parts, functions.weights)
     shown = "no reward" if reward is None or reward != reward else f"{reward:g}"
     return f"{', '.join(parts)}: {shown} for the first prompt's own text as an answer"

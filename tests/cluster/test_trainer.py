@@ -57,13 +57,14 @@ CURRICULUM = {
 }  # fmt: skip
 PPO = {
     "algorithm__advantage": "gae", "critic": {"max_tokens": 64, "optimizer": {"learning_rate": 1e-2}},
-    "reward__model_weight": 0.5,
 }  # fmt: skip
 
 
 def test_the_run_of_torchrun(tiny_model, tmp_path):
-    """PPO with a critic and a reward model, in the actor's workers and in workers of their own."""
-    values = toy_values(tiny_model("llama"), tmp_path, **PPO, reward__model=str(tiny_model("llama-reward")))
+    """PPO with a critic and two reward models, in the actor's workers and in workers of their own."""
+    scoring = {"model": str(tiny_model("llama-reward")), "max_tokens": 64}
+    models = {"helpful": scoring | {"weight": 0.5}, "short": scoring | {"weight": -0.1, "param_dtype": "bfloat16"}}
+    values = toy_values(tiny_model("llama"), tmp_path, **PPO, reward__models=models)
     values["evaluation"] = {"path": values["data"]["path"], "max_new_tokens": 4, "every": 1}
     config = write(tmp_path, values)
     train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))

@@ -89,7 +89,7 @@ def another(value: Any, field: Any) -> Any:
         "topk",
         "http://h:2",
     ]
-    mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}
+    mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}, {"x": {"model": "m"}}
     for other in (0.25, 1, 2, True, False, *words, *mappings, ("x",), ("wandb",), (0.5, 0.5), (1,)):
         with suppress(ValidationError):
             if (taken := adapter.validate_python(other, strict=not isinstance(other, tuple))) != value:
@@ -131,6 +131,19 @@ def test_names_in_a_value(key, value):
     config = with_every_section(Config)
     fewer, more = with_value(config, key, value), with_value(config, key, value | {"b": 1.0})
     assert differences(fewer, more) == differences(more, fewer) == differences(config, more) == [key]
+
+
+def test_reward_models_by_name():
+    """Their keys are compared as those of other models, but none may come or go."""
+
+    def config(**models: dict[str, Any]) -> Config:
+        reward = {"models": {name: {"model": "m", **own} for name, own in models.items()}}
+        return Config.parse({"model": "m", "output_dir": "o", "steps": 3, "data": {"path": "d"}, "reward": reward})
+
+    before = config(a={})
+    assert differences(before, config(a={"model": "n", "max_tokens": 20_000, "compile": True})) == []
+    assert differences(before, config(a={"weight": 2.0})) == ["reward.models.a.weight"]
+    assert differences(before, config(a={}, b={})) == differences(config(a={}, b={}), before) == ["reward.models"]
 
 
 def test_a_key_that_an_older_version_lacks_is_no_difference():

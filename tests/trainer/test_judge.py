@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -96,6 +97,36 @@ def test_a_reward_model_is_a_part_with_a_weight(model, reward_model, tmp_path):
     for row in rows:
         assert row["reward"] == pytest.approx(row["parts"][f"{HERE}:even_share"] + 0.5 * row["parts"]["model"])
     assert np.std([row["parts"]["model"] for row in rows]) > 0.01
+
+
+@pytest.fixture(scope="module")
+def other_reward_model(reward_model, tmp_path_factory):
+    """The same model with other scores."""
+    folder = shutil.copytree(reward_model, tmp_path_factory.mktemp("other") / "reward")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"score.weight": weights["score.weight"].flip(1)}, folder / "model.safetensors")
+    return folder
+
+
+def test_several_reward_models_are_parts_with_weights(model, reward_model, other_reward_model, tmp_path):
+    """Each scores as it does alone, and neither is a part of a checkpoint."""
+    alone = {"model": str(reward_model), "model_weight": 0.5, "function": f"{HERE}:even_share"}
+    first = samples_of(model, tmp_path / "alone", reward=alone)
+    kind = {"max_tokens": 64, "workspace_mib": 8}
+    models = {
+        "helpful": {"model": str(reward_model), "weight": 0.5, **kind},
+        "safe": {"model": str(other_reward_model), "weight": -2.0, "compute_dtype": "bfloat16", **kind},
+    }
+    rows = samples_of(model, tmp_path, reward={"models": models, "function": f"{HERE}:even_share"})
+    for row, other in zip(rows, first, strict=True):
+        assert row["parts"]["helpful"] == other["parts"]["model"]
+        assert row["reward"] == pytest.approx(other["reward"] - 2.0 * row["parts"]["safe"])
+    parts = np.array([[row["parts"][name] for name in models] for row in rows])
+    assert parts.std(axis=0).min() > 0.01
+    (metrics,) = comparable(tmp_path / "run")
+    assert [metrics[f"reward_mean_{name}"] for name in models] == pytest.approx(parts.mean(axis=0))
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*/*")]
+    assert sorted(saved) == sorted(path.name for path in (tmp_path / "alone" / "run" / "checkpoints").glob("step_*/*"))
 
 
 def scores_of_transformers(folder: Path, sequences: list[list[int]]) -> list[float]:
@@ -277,7 +308,7 @@ def test_the_models_score_is_the_reward_where_no_function_judges(model, reward_m
     reward = {"model": str(reward_model), "function": f"{HERE}:not_for_sun"}
     config = toy_config(model, tmp_path, reward=reward)
     judge = Judge(config, tokenizer, World())
-    judge.use_model(role_engine(config, "reward", World()))
+    judge.use_models({"reward": role_engine(config, "reward", World())})
     samples = judge.score(prompts, to_samples([(row, Completion([65, 66], [0.0] * 2, "length")) for row in (0, 1)]))
     own, score = samples.parts.values()
     assert own.isnan().tolist() == [True, False]

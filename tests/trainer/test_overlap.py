@@ -121,7 +121,7 @@ def test_a_wait_is_told():
         ({"algorithm__curriculum": 0.5}, "cannot go with algorithm.curriculum: it draws by the rewards"),
         ({"algorithm__max_refills": 1, "algorithm__skip_equal_groups": True}, "cannot go with algorithm.max_refills"),
         ({"environment": {"name": "x:y"}, "data__chat": True}, "cannot go with an environment"),
-        ({"reward__model": "somewhere"}, "cannot go with a reward.model"),
+        ({"reward__model": "somewhere"}, "cannot go with a reward model"),
         ({"cluster": {}}, "cannot go with a cluster section"),
     ],
 )

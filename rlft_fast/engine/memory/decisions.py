@@ -4,7 +4,7 @@ import math
 from collections.abc import Container, Iterator
 from typing import Any, TypeVar
 
-from rlft_fast.config import Config, EngineConfig, ModelConfig, Role, RunConfig, run_roles, set_key
+from rlft_fast.config import Config, EngineConfig, ModelConfig, Role, RunConfig, run_roles, set_key, value_at
 from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import is_wrapped
@@ -139,10 +139,10 @@ def _divisors(number: int, other: int, least: int) -> list[int]:
 
 def _state_choices(config: RunConfig, device_type: str) -> Iterator[list[dict[str, Any]]]:
     """Where a model's weights and moments are kept, and how wide the moments are: one of all ways for each model."""
-    names = ("actor", "critic", "reference", "teacher")
-    sections: dict[str, ModelConfig | None] = {name: getattr(config, name, None) for name in names}
-    for name, section in sections.items():
-        if section is None:
+    names = dict.fromkeys(("actor", "critic", "reference", "teacher", *run_roles(config)))
+    for name in names:
+        section = value_at(config, name)
+        if not isinstance(section, ModelConfig):
             continue
         optimizer = section.optimizer if isinstance(section, EngineConfig) else None
         adamw = optimizer if optimizer is not None and optimizer.name == "adamw" else None

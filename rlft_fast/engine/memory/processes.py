@@ -27,12 +27,17 @@ def ranks_of(config: RunConfig, world_size: int) -> dict[str, int]:
     if config.cluster is None:
         return ranks
     sharing = config.cluster.sharing_gpus
-    apart = {
+    apart: dict[str, int] = {
         name: workers.num_workers
         for name, workers in config.cluster.groups.items()
         if name != "actor" and not {"actor", name} <= {*sharing}
     }
-    return ranks | apart
+    return {name: apart.get(group_of(name), number) for name, number in ranks.items()}
+
+
+def group_of(role: str) -> str:
+    """The workers of a cluster that may hold a role apart: one group holds all reward models."""
+    return role.partition(".")[0]
 
 
 def devices_of(config: RunConfig, world_size: int) -> list[list[Process]]:
@@ -43,11 +48,12 @@ def devices_of(config: RunConfig, world_size: int) -> list[list[Process]]:
     roles, cluster = [*run_roles(config)], config.cluster
     if cluster is None:
         return [[Process(roles)]]
-    with_actor = [name for name in roles if name == "actor" or name not in cluster.groups]
+    with_actor = [name for name in roles if name == "actor" or group_of(name) not in cluster.groups]
     ranks = ranks_of(config, world_size)
     devices: dict[str, list[Process]] = {}
     for name, workers in cluster.groups.items():
         device = name if workers.gpus == 1 else "shared GPUs" if workers.gpus else "CPUs"
-        process = Process(with_actor if name == "actor" else [name], ranks[name] / world_size, not workers.gpus)
+        own = with_actor if name == "actor" else [role for role in roles if group_of(role) == name]
+        process = Process(own, ranks[own[0]] / world_size, not workers.gpus)
         devices.setdefault(device, []).append(process)
     return [*devices.values()]

@@ -353,7 +353,9 @@ def _phases(
 
     def infers(name: str, vllm: int) -> Phase:
         resident = residents[name]
-        what = "score" if name == "reward" else f"infer {name}"
+        what = f"infer {name}"
+        if resident.role.head == "score":
+            what = "score" if name == "reward" else f"score {name}"
         return phase(what, name, "infer", resident.inferring + resident.inference, vllm)
 
     for name in working("generate"):

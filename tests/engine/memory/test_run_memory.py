@@ -64,8 +64,9 @@ def test_more_answers_than_memory_holds(change, keys, tmp_path):
 
 
 @pytest.mark.slow
-def test_phases_and_what_waits_are_those_of_the_trainer(config_of):
-    config = config_of()
+def test_phases_and_what_waits_are_those_of_the_trainer(config_of, tiny_model):
+    scoring = {name: {"model": str(tiny_model("llama-reward")), "max_tokens": 64} for name in ("helpful", "safe")}
+    config = config_of(reward={"models": scoring}, reward__model=None)
     plan = phase_bytes(plan_memory(config, 1, 80 * GIB))
     trainer = PPOTrainer(config)
     engines = trainer.models.engines
@@ -77,10 +78,11 @@ def test_phases_and_what_waits_are_those_of_the_trainer(config_of):
             moments = [x for state in engine.optimizer.state.values() for x in state.values() if x.dim()]
         waiting[name] = num_bytes(engine.model.parameters()) + num_bytes(moments)
     assert [*plan] == [
-        "generate", "score", "infer actor", "infer reference", "infer critic", "update critic", "update actor",
+        "generate", "score reward.models.helpful", "score reward.models.safe", "infer actor", "infer reference",
+        "infer critic", "update critic", "update actor",
     ]  # fmt: skip
     for name, memory in plan.items():
-        active = {"generate": "actor", "score": "reward"}.get(name, name.split()[-1])
+        active = {"generate": "actor"}.get(name, name.split()[-1])
         assert memory[active] > waiting[active]
         assert {**memory, active: 0} == {**waiting, active: 0}, name
     trainer.close()
