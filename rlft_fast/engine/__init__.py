@@ -20,7 +20,7 @@ with needing_train():
     from rlft_fast.engine.fsdp import FSDPEngine
     from rlft_fast.engine.loss import TRAINED, Loss, Output, weighted
     from rlft_fast.engine.protocol import Engine, Future, results
-    from rlft_fast.engine.roles import role_engine
+    from rlft_fast.engine.roles import check_names, role_engine
     from rlft_fast.engine.schedule import Schedule
     from rlft_fast.engine.torch_optim import require_trainable
     from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
@@ -43,6 +43,7 @@ __all__ = [
     "Schedule",
     "WeightMetadata",
     "WeightStream",
+    "check_names",
     "checksum",
     "export_hf",
     "export_run",

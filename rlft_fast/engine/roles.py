@@ -1,8 +1,10 @@
 """The engines of a run by their roles."""
 
-from rlft_fast.config import RunConfig, run_roles
+from rlft_fast.config import Role, RunConfig, run_roles
 from rlft_fast.engine.checkpoint import find_start, load_start
 from rlft_fast.engine.fsdp import FSDPEngine
+from rlft_fast.engine.optimizer import named_parameters, parameter_groups
+from rlft_fast.engine.sharding import build_model
 from rlft_fast.world import World
 
 
@@ -28,3 +30,14 @@ def role_engine(config: RunConfig, name: str, world: World, num_training_steps: 
     if start is not None:
         load_start(engine, name, start)
     return engine
+
+
+def check_names(role: Role) -> None:
+    """Looks for the parameters that the settings of a role that trains name. No weights are read.
+
+    Raises:
+        ValueError: a pattern of ``freeze`` or of `optimizer.groups`, or the target of an adapter, fits none.
+    """
+    config = role.config.model_copy(update={"compile": False})
+    model = build_model(role.path, config, role.head, trains=True)
+    parameter_groups(named_parameters(model), config.optimizer)

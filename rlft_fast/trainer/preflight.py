@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from rlft_fast.config import Config, EngineConfig, RunConfig, SFTConfig, TaughtConfig, run_roles
-from rlft_fast.engine import CheckpointManager, Schedule, find_start, require_trainable, step_of
+from rlft_fast.engine import CheckpointManager, Schedule, check_names, find_start, require_trainable, step_of
 from rlft_fast.errors import Checks
 from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
 from rlft_fast.rewards import weighted_sum
@@ -82,6 +82,7 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool | str = Fals
             checks.run(partial(Schedule, role.config.optimizer, 1))
             if role.config.optimizer.name != "adamw":
                 checks.run(partial(require_trainable, role.config.optimizer))
+            checks.run(partial(check_names, role))
     if isinstance(config, TaughtConfig):
         return _check_rows(config, checks, resume=bool(resume) and not force)
     assert isinstance(config, Config)

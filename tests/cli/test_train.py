@@ -277,6 +277,7 @@ def test_a_dry_run_finds_what_a_run_would_find(toy_file, tiny_model, tmp_path, c
     options = ["--model", str(folder), "--reward.model", str(tmp_path / "judge")]
     options += ["--reward.function", f"{HERE}:no_such_function"]
     options += ["--actor.optimizer.schedule", f"{HERE}:no_such_schedule"]
+    options += ["--actor.optimizer.groups", "{'*.no_such_layer.*': {learning_rate: 0.1}}"]
     (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
     assert main(["train", toy_file, "--dry-run", *options]) == 1
     error = " ".join(capsys.readouterr().err.split())
@@ -287,6 +288,7 @@ def test_a_dry_run_finds_what_a_run_would_find(toy_file, tiny_model, tmp_path, c
         "longer than rollout.max_prompt_tokens=8",
         "no_such_function",
         "no_such_schedule",
+        "optimizer.groups has the pattern '*.no_such_layer.*', which no trained parameter is left for",
     ):
         assert message in error
 
