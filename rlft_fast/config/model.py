@@ -178,6 +178,11 @@ class EngineConfig(ModelConfig):
     """Weights that are not trained, by patterns of their names: [model.visual.*], for example, is a vision tower.
 
     * stands for any text. Names are those of the model's files. With lora, frozen layers get no adapter."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the loss by which the routers of a mixture of experts use all experts alike; 0: none.
+
+    It is transformers' load_balancing_loss_func over all tokens of an optimizer step that run. Without routing replay,
+    the batch runs once more without gradients."""
     init_from: LocalPath | None = None
     """Weights to start from in place of the model folder's: a run, a checkpoint in it, an export, or PEFT's adapter.
 

@@ -68,6 +68,7 @@ _NAMES = {
     "actor.lora.rank": "lora_r lora_rank",
     "actor.lora.alpha": "lora_alpha",
     "actor.lora.target_modules": "lora_target_modules",
+    "actor.router_aux_loss_coef": "aux_loss_coef moe_aux_loss_coeff",
     "actor.optimizer.name": "optim optimizer_type optimizer_impl",
     "actor.optimizer.options": "optim_args override_optimizer_config",
     "actor.optimizer.cpu_offload": "adam_offload",

@@ -25,6 +25,7 @@ _INT32_FIELDS = dict.fromkeys(("cu_seqlens", "support_TK", "teacher_ids_TK", "we
 _FIELD_DTYPES = _INTEGER_FIELDS | _INT32_FIELDS | {"loss_mask_T": torch.bool}
 # Rewards may also be float64: float32 has no two numbers near 1e9 that differ by 1. All others are float32.
 _REWARDS = ("reward_T", "reward_B", "baseline_B")
+_EXPERTS = "routed_experts_TK"  # uint8, or int16 where a layer has more than 256 experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,6 +63,8 @@ class Batch:
         selected_T: (T,) float32, 1 at the tokens that a loss treats apart from the others, else 0.
         support_TK: (T, K) int32, the ids that the next token was sampled among, -1 fills up; None where it was sampled
             among all. Log-probabilities and entropies are over these ids.
+        routed_experts_TK: (T, layers * K) uint8, or int16 where a layer has more than 256 experts: the experts that the
+            policy's routers chose for each token, layer after layer. A training step uses these experts again.
         reward_B: (B,) float64 or float32, reward of each sequence.
         baseline_B: (B,) float64 or float32, reward of the greedy answer to each sequence's prompt.
         group_B: (B,) int64, sequences that answer the same prompt share a number.
@@ -98,6 +101,7 @@ class Batch:
     sum_prob_squared_T: Tensor | None = None
     selected_T: Tensor | None = None
     support_TK: Tensor | None = None
+    routed_experts_TK: Tensor | None = None
     reward_B: Tensor | None = None
     baseline_B: Tensor | None = None
     group_B: Tensor | None = None
@@ -375,6 +379,13 @@ class Batch:
             )
 
 
+def _dtypes(name: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that a field may have."""
+    if name in _REWARDS:
+        return torch.float64, torch.float32
+    return (torch.uint8, torch.int16) if name == _EXPERTS else (_FIELD_DTYPES.get(name, torch.float32),)
+
+
 def row_letter(name: str) -> str:
     """T if a field has one row per token, B if it has one row per sequence."""
     return name.rpartition("_")[2][0]
@@ -391,8 +402,7 @@ def integer_array(name: str, values: Sequence[int] | np.ndarray | Tensor) -> np.
 
 
 def _check_tensor(name: str, tensor: Tensor, size: int | None, beside: Tensor) -> None:
-    dtype = _FIELD_DTYPES.get(name, torch.float64 if name in _REWARDS else torch.float32)
-    also = (torch.float32,) if name in _REWARDS else ()
+    dtype, *also = _dtypes(name)
     if not isinstance(tensor, Tensor) or tensor.dtype not in (dtype, *also):
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a tensor of {dtype}, got {got}: convert it with .to({dtype})")

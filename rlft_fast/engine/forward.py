@@ -25,6 +25,7 @@ from rlft_fast.ops.packing import RowIndex, row_index, segment_expand, segment_s
 from rlft_fast.world import World
 
 _Inputs = TypeVar("_Inputs", ModelInputs, ImageInputs)
+_ON_HOST = ("output_index_A", "row_T")  # places of outputs, which are filled on the host
 
 
 def check_batch(batch: Batch, backbone: PreTrainedModel, *, padded: bool = False) -> None:
@@ -94,7 +95,7 @@ def prepare_model_inputs(
     row_T = _own_row(layout, len(input_ids_U), sequence_group)
     active_row = row_T[micro_batch.active_index_T]
     output_index_A = micro_batch.active_index_T[active_row >= 0]
-    support_TK, images = micro_batch.support_TK, None
+    support_TK, experts_TK, images = micro_batch.support_TK, micro_batch.routed_experts_TK, None
     position_ids_T = micro_batch.position_ids_T
     if not padded:
         images = prepare_images(backbone, micro_batch, row_T, len(input_ids_U))
@@ -110,7 +111,9 @@ def prepare_model_inputs(
         active_index_A=active_row[active_row >= 0],
         target_A=micro_batch.target_T[output_index_A],
         output_index_A=output_index_A,
+        row_T=row_T,
         support_AK=None if support_TK is None else support_TK[output_index_A].long(),
+        routed_experts_UK=None if experts_TK is None else own_rows(experts_TK.T).T.contiguous(),
         images=None if images is None else _move_fields(images, device),
         sequence_group=sequence_group,
         padded_length=layout.padded_length,
@@ -165,6 +168,19 @@ def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, output_index_A: 
     values_T = torch.zeros(micro_batch.num_tokens, *values_A.shape[1:], dtype=values_A.dtype)
     values_T[output_index_A] = values_A.cpu()
     return values_T
+
+
+def prepare_experts(experts_UK: Tensor, row_T: Tensor) -> Tensor:
+    """(T, bytes) uint8 on the CPU, what each token's row has; 0 where another rank has the row, or none.
+
+    Bytes, because a gather of int16 is not known to every backend. Waits for the device.
+
+    Args:
+        experts_UK: (U, K) integers of the rows.
+        row_T: (T,) the row of each token, -1 where there is none.
+    """
+    experts_TK = experts_UK.cpu()[row_T.clamp(min=0)] * (row_T >= 0)[:, None].to(experts_UK.dtype)
+    return experts_TK.contiguous().view(torch.uint8)
 
 
 def gather_outputs(
@@ -234,8 +250,8 @@ def _pad_segments(layout: PackedLayout, num_padded: int) -> tuple[Tensor, Tensor
 
 
 def _move_fields(inputs: _Inputs, device: torch.device) -> _Inputs:
-    """The same with its tensors on the device, but for the places of the outputs, which are filled on the host."""
-    values = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name != "output_index_A"}
+    """The same with its tensors on the device, but for the places of the outputs."""
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name not in _ON_HOST}
     moved: dict[str, Tensor | RowIndex] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):

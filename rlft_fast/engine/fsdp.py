@@ -22,6 +22,7 @@ from rlft_fast.engine.forward import (
     check_batch,
     gather_outputs,
     positional,
+    prepare_experts,
     prepare_micro_batches,
     prepare_model_inputs,
     prepare_model_outputs,
@@ -41,6 +42,7 @@ from rlft_fast.engine.loss import (
     weighted,
 )
 from rlft_fast.engine.protocol import Future
+from rlft_fast.engine.routing import PassRouting, agreement_share
 from rlft_fast.engine.sharding import discard_gradients, hand_over_gradients, reduce_gradients, reshard
 from rlft_fast.engine.state import EngineState
 from rlft_fast.engine.step import MicroBatchOutputs, OpenStep, RankWork
@@ -86,11 +88,12 @@ class FSDPEngine(EngineState):
                 not matter.
             outputs: "logprob", "entropy" and "sum_prob_squared" of a policy, "value" of a critic, "score" of a reward
                 model. "top_ids" and "top_logprob" are the K most likely next tokens of a policy, which go with
-                "logprob" alone.
+                "logprob" alone. "routed_experts" are the experts that the routers of a policy chose.
 
         Returns:
             For each output a (T,) float32 tensor on the CPU in the order of the batch or the share, 0 outside
-            ``loss_mask_T``; "top_ids" is (T, K) int32 and "top_logprob" (T, K).
+            ``loss_mask_T``; "top_ids" is (T, K) int32 and "top_logprob" (T, K). "routed_experts" is
+            `Batch.routed_experts_TK`, 0 for tokens that do not run.
 
         Raises:
             ValueError: a sequence is longer than the token cap, the batch has images that the model cannot take (see
@@ -103,8 +106,9 @@ class FSDPEngine(EngineState):
             try:
                 for micro_batch in work.micro_batches:
                     STOP.leave_together(self.world)
-                    inputs = self._inputs(micro_batch)
-                    done.append(MicroBatchOutputs(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
+                    inputs = self._inputs(micro_batch.replace(routed_experts_TK=None))
+                    found = self._forward(inputs, outputs)
+                    done.append(MicroBatchOutputs(found, micro_batch, inputs.output_index_A, inputs.row_T))
             finally:
                 reshard(self.model)
         return {name: self._gather(done, name, work) for name in outputs}
@@ -116,11 +120,27 @@ class FSDPEngine(EngineState):
 
     def _gather(self, done: list[MicroBatchOutputs], name: Output, work: RankWork) -> Tensor:
         """(T,) on the CPU in the order of the batch, from what every rank has done. All ranks must call it."""
-        own = [prepare_model_outputs(x.outputs[name], x.micro_batch, x.output_index_A) for x in done]
-        own_T = sum_over_rows(torch.cat(own), self.sequence_group)
-        return own_T if work.whole is None else gather_outputs(own_T, *work.whole, self.world, self.sequence_group)
+        own = [self._at_tokens(x, name) for x in done]
+        found_T = sum_over_rows(torch.cat(own), self.sequence_group)
+        if work.whole is not None:
+            found_T = gather_outputs(found_T, *work.whole, self.world, self.sequence_group)
+        return found_T.view(self.routers.dtype) if name == "routed_experts" else found_T
+
+    def _at_tokens(self, done: MicroBatchOutputs, name: Output) -> Tensor:
+        if name != "routed_experts":
+            return prepare_model_outputs(done.outputs[name], done.micro_batch, done.output_index_A)
+        assert done.row_T is not None
+        return prepare_experts(done.outputs[name], done.row_T)
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
+        if "routed_experts" not in outputs:
+            return self._forward_head(inputs, outputs)
+        passed = PassRouting.of(inputs)
+        with self.routers.following(passed.routing):
+            found = self._forward_head(inputs, outputs)
+        return found | {"routed_experts": self.routers.encoded(passed.routing)}
+
+    def _forward_head(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
         if any(name in OF_TOP for name in outputs):
             logprob, ids, top_logprob = self.model(inputs, temperature=self.temperature, top_k=self.top_k)
             return {"logprob": logprob, "top_ids": ids.int(), "top_logprob": top_logprob}
@@ -333,7 +353,7 @@ class FSDPEngine(EngineState):
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
         for outputs, done, work in step.outputs:
             outputs |= {name: self._gather(done, name, work) for name in TRAINED[self.require_head()]}
-        return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
+        return agreement_share(metrics) | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
 
     def _check_couples(self, loss: Loss) -> None:
         if couples(loss) and self.config.sequence_parallel > 1:
@@ -361,19 +381,56 @@ class FSDPEngine(EngineState):
         """Forward and backward of this rank's micro-batches: its sums of the metrics, and its outputs."""
         totals: dict[str, Tensor] = {}
         done: list[MicroBatchOutputs] = []
+        count_E = self._expert_counts(micro_batches) if self.config.router_aux_loss_coef else None
         for i, micro_batch in enumerate(micro_batches):
             STOP.leave_together(self.world)
             ends = is_last and i == len(micro_batches) - 1
             reduce_gradients(self.model, ends, self.config.reduce_every_micro_batch is True)
-            metrics, results = self._forward_backward(micro_batch, loss, scale)
+            metrics, results = self._forward_backward(micro_batch, loss, scale, count_E)
             accumulate(totals, metrics)
             done.append(results)
         return totals, done
 
+    @torch.no_grad()
+    def _expert_counts(self, micro_batches: list[Batch]) -> Tensor:
+        """(E,) tokens of the whole batch that each expert gets."""
+        counts: dict[str, Tensor] = {}
+        for micro_batch in micro_batches:
+            STOP.leave_together(self.world)
+            inputs = self._inputs(micro_batch)
+            passed = PassRouting.of(inputs)
+            if inputs.routed_experts_UK is None:
+                with self.routers.following(passed.routing):
+                    self._forward_head(inputs, ())
+            else:
+                passed.routing.chosen[0] = inputs.routed_experts_UK.long()
+            accumulate(counts, {str(e): count for e, count in enumerate(passed.counts(self.routers.num_experts))})
+        reshard(self.model)
+        return torch.stack([*self.world.all_reduce(counts).values()])
+
     def _forward_backward(
-        self, micro_batch: Batch, loss: Loss, scale: float
+        self, micro_batch: Batch, loss: Loss, scale: float, count_E: Tensor | None
     ) -> tuple[dict[str, Tensor], MicroBatchOutputs]:
+        """Of one micro-batch. The routers are followed where they replay, or have a loss."""
         inputs = self._inputs(micro_batch)
+        if count_E is None and inputs.routed_experts_UK is None:
+            total, metrics, outputs = self._loss_of(inputs, micro_batch, loss, scale)
+            total.backward()
+            return metrics, outputs
+        passed = PassRouting.of(inputs)
+        with self.routers.following(passed.routing):  # also in the backward, which may run blocks again
+            total, metrics, outputs = self._loss_of(inputs, micro_batch, loss, scale)
+            if count_E is not None:
+                balance = passed.balance(count_E)
+                total = total + self.config.router_aux_loss_coef * self.world.size * balance
+                metrics["router_aux_loss"] = balance.detach()
+            total.backward()
+        return metrics if inputs.routed_experts_UK is None else metrics | passed.agreement(), outputs
+
+    def _loss_of(
+        self, inputs: ModelInputs, micro_batch: Batch, loss: Loss, scale: float
+    ) -> tuple[Tensor, dict[str, Tensor], MicroBatchOutputs]:
+        """The loss to differentiate, its metrics, and the outputs of the head."""
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
         names = LOSS_READS[self.require_head()]
         whole: dict[str, Any] = {}
@@ -396,12 +453,11 @@ class FSDPEngine(EngineState):
                 per_token=(*fields.values(),), ids=ids,
             )  # fmt: skip
             outputs = found[: len(names)]
-        total.backward()
         results = [x.detach() for x in outputs]
         metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole)
         metrics["loss"] = total.detach() / self.world.size
         done: dict[str, Tensor] = dict(zip(TRAINED[self.require_head()], results, strict=False))
-        return metrics, MicroBatchOutputs(done, micro_batch, inputs.output_index_A)
+        return total, metrics, MicroBatchOutputs(done, micro_batch, inputs.output_index_A, inputs.row_T)
 
     def _ids(self, micro_batch: Batch, inputs: ModelInputs, loss: Loss) -> Tensor | None:
         """(A, K) int64 ids whose log-probabilities the loss reads."""

@@ -11,12 +11,12 @@ from rlft_fast.data import Batch
 from rlft_fast.ops.packing import segment_expand, segment_sum
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights
 
-Output = Literal["logprob", "entropy", "sum_prob_squared", "top_ids", "top_logprob", "value", "score"]
+Output = Literal["logprob", "entropy", "sum_prob_squared", "top_ids", "top_logprob", "routed_experts", "value", "score"]
 
 # By head: what `infer` can return, what `train_step` computes, and how a loss calls the latter.
 OUTPUTS: dict[HeadKind, tuple[Output, ...]] = {
-    "logprob": ("logprob", "entropy", "sum_prob_squared", "top_ids", "top_logprob"), "value": ("value",),
-    "score": ("score",),
+    "logprob": ("logprob", "entropy", "sum_prob_squared", "top_ids", "top_logprob", "routed_experts"),
+    "value": ("value",), "score": ("score",),
 }  # fmt: skip
 TRAINED: dict[HeadKind, tuple[Output, ...]] = {
     "logprob": ("logprob", "entropy"), "value": ("value",), "score": ("score",),

@@ -31,6 +31,7 @@ from rlft_fast.models import (
     CheckpointPart,
     PolicyModel,
     RLModel,
+    Routers,
     ValueModel,
     adapter_parameters,
     checkpoint_parts,
@@ -194,6 +195,12 @@ class EngineState:
         self.require_head()
         return bool(self.model.padded_because)
 
+    @cached_property
+    def routers(self) -> Routers:
+        """The routers of the model's experts. Raises ValueError for a model without experts."""
+        self.require_head()
+        return Routers(self.model.backbone)
+
     # ---- where it lives -----------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str, *, params: bool = True, optimizer: bool = True) -> None:
@@ -344,6 +351,7 @@ def _check_module(module: nn.Module, config: EngineConfig) -> None:
     """Refuses what `EngineState.from_module` cannot do."""
     for name, is_set in (
         ("lora", config.lora is not None), ("init_from", config.init_from is not None),
+        ("router_aux_loss_coef", config.router_aux_loss_coef > 0),
         ("sequence_parallel", config.sequence_parallel > 1),
     ):  # fmt: skip
         if is_set:

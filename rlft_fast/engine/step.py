@@ -13,11 +13,12 @@ from rlft_fast.world import accumulate
 
 
 class MicroBatchOutputs(NamedTuple):
-    """The outputs of a micro-batch by name, (A,) each, and their positions in it."""
+    """The outputs of a micro-batch by name, and where they belong: outputs of the head are (A,), of routers (U, K)."""
 
     outputs: Mapping[str, Tensor]
     micro_batch: Batch
     output_index_A: Tensor
+    row_T: Tensor | None
 
 
 class RankWork(NamedTuple):

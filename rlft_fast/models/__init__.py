@@ -7,6 +7,7 @@ weights          reads safetensors into the shards of a model, and names a check
 value_head       a critic's head in model folders
 ends             end tokens and stop texts
 packed           the inputs of a packed forward
+routing          records and replays the experts that routers choose
 row_cache        keys and values of a rollout, written in place
 attention        attention over packed sequences, and for generation
 sinks            attention sinks, around any flash attention
@@ -51,6 +52,7 @@ with needing_train():
     from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, low_rank_factors
     from rlft_fast.models.packed import ModelInputs
     from rlft_fast.models.patch import LogprobOutput, patch_lm_head, unpatch_lm_head
+    from rlft_fast.models.routing import Routers, Routing, check_routers
     from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
     from rlft_fast.models.vision import (
         ImageInputs,
@@ -80,6 +82,8 @@ __all__ = [
     "PolicyModel",
     "RLModel",
     "RewardModel",
+    "Routers",
+    "Routing",
     "ValueModel",
     "adapter_parameters",
     "add_lora",
@@ -89,6 +93,7 @@ __all__ = [
     "build_reward_model",
     "check_images",
     "check_loadable",
+    "check_routers",
     "checkpoint_parts",
     "checkpoint_tensors",
     "disabled_lora",

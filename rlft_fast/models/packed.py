@@ -30,7 +30,10 @@ class ModelInputs:
         active_index_A: (A,) int64 rows that need the head; a row may need it several times, with different targets.
         target_A: (A,) int64 next tokens.
         output_index_A: (A,) int64 on the CPU, position in the micro-batch that each output belongs to.
+        row_T: (T,) int64 on the CPU, the row of each token of the micro-batch; -1 where this rank runs none; None where
+            nothing is asked of rows.
         support_AK: (A, K) int64 ids that each target was sampled among, -1 fills up; None: the whole vocabulary.
+        routed_experts_UK: (U, layers * K) integers, the experts that routers are to choose; None: their own choice.
         images: for models with a vision tower.
         sequence_group: the ranks that share the micro-batch; None: this rank has all of it.
         padded_length: L of a padded pass; None: the rows are packed.
@@ -46,7 +49,9 @@ class ModelInputs:
     active_index_A: Tensor
     target_A: Tensor
     output_index_A: Tensor
+    row_T: Tensor | None = None
     support_AK: Tensor | None = None
+    routed_experts_UK: Tensor | None = None
     images: ImageInputs | None = None
     sequence_group: ProcessGroup | None = None
     padded_length: int | None = None

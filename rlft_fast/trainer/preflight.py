@@ -11,7 +11,7 @@ from torch import nn
 from rlft_fast.config import Config, EngineConfig, RunConfig, SFTConfig, TaughtConfig, run_roles
 from rlft_fast.engine import CheckpointManager, Schedule, check_names, find_start, require_trainable, step_of
 from rlft_fast.errors import Checks
-from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
+from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable, check_routers
 from rlft_fast.rewards import weighted_sum
 from rlft_fast.run import Store, require_same, require_trackers, require_usable
 from rlft_fast.trainer.inputs import (
@@ -97,6 +97,8 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool | str = Fals
         if model is not None:
             lines.append(_described_model(key, model))
             checks.run(partial(_check_fit, key, model, config, inputs, world))
+            if key == "model":
+                checks.run(partial(_check_experts, model, config))
     if inputs is None:
         return lines
     if resume and not force:
@@ -113,6 +115,7 @@ def _check_rows(config: TaughtConfig, checks: Checks, *, resume: bool) -> list[s
     data, model = checks.run(lambda: RowsData.load(config)), checks.run(partial(_buildable, kind, config.model))
     if model is not None:
         lines.append(_described_model("model", model))
+        checks.run(partial(_check_experts, model, config))
     if isinstance(config, SFTConfig) and config.teacher is not None:
         teacher = checks.run(partial(_buildable, "teacher.model", config.teacher.model))
         lines += [] if teacher is None else [_described_model("teacher.model", teacher)]
@@ -153,6 +156,12 @@ def _check_fit(key: str, model: RLModel, config: Config, inputs: Inputs | None, 
     if inputs is not None and not key.startswith("reward."):  # which may have a tokenizer of its own
         embedding = cast(nn.Embedding, model.pretrained.get_input_embeddings())
         check_tokens(key, embedding.num_embeddings, inputs.prompts, *inputs.held_out.values())
+
+
+def _check_experts(model: RLModel, config: RunConfig) -> None:
+    """Raises ValueError where the run asks for more of the model's routers than they can do."""
+    if config.actor.router_aux_loss_coef:
+        check_routers(model.backbone, auxiliary_loss=True)
 
 
 def _described(prompts: Prompts) -> str:

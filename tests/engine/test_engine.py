@@ -317,7 +317,7 @@ def test_bad_input_changes_nothing(tiny_model, batch):
         engine.train_step(batch.replace(old_logprob_T=None), policy_loss())
     with pytest.raises(ValueError, match="max_tokens=4"):
         make_engine(tiny_model("llama"), max_tokens=4).infer(batch, ("logprob",))
-    with pytest.raises(ValueError, match=r"a logprob head gives logprob, .*top_logprob, not value"):
+    with pytest.raises(ValueError, match=r"a logprob head gives logprob, .*routed_experts, not value"):
         engine.infer(batch, ("value",))
     with pytest.raises(ValueError, match="a value head gives value, not entropy"):
         critic.infer(batch, ("entropy",))

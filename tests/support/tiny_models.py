@@ -37,9 +37,13 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -118,6 +122,34 @@ PADDED_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
 # Checkpoints call its layers otherwise than transformers does. Its grouped GEMMs know no float64.
 EXPERT_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 12, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {  # one dense layer
+            "head_dim": 8,
+            "num_experts": 300,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 8,
+            "mlp_only_layers": [1],
+        },
+    ),
+    # It runs padded.
+    "qwen3.5-moe": (
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig,
+        {
+            "head_dim": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 8,
+        },
+    ),
 }
 
 IMAGE_TOKEN_ID = 258

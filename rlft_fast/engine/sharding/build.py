@@ -28,6 +28,7 @@ from rlft_fast.models import (
     build_critic,
     build_policy,
     build_reward_model,
+    check_routers,
     name_some,
     require_divisible_heads,
 )
@@ -51,8 +52,8 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
         trains: whether weights, or adapters, get gradients.
 
     Raises:
-        ValueError: the folder cannot be used, the adapters or a pattern of frozen weights do not fit the model, or
-            `sequence_parallel` does not divide the number of attention heads.
+        ValueError: the folder cannot be used, the adapters or a pattern of frozen weights do not fit the model, the
+            routers have no auxiliary loss, or `sequence_parallel` does not divide the number of attention heads.
     """
     dtype = getattr(torch, config.param_dtype)
     if head == "logprob":
@@ -63,6 +64,8 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
         model = build_reward_model(path, dtype)
     require_divisible_heads(model.backbone, config.sequence_parallel, model.padded_because)
     freeze(model.pretrained, config.freeze)
+    if trains and config.router_aux_loss_coef:
+        check_routers(model.backbone, auxiliary_loss=True)
     if config.lora is not None:
         add_lora(model, config.lora.rank, config.lora.alpha, config.lora.target_modules)
     prepare_blocks(model, config, trains=trains, compiles=not model.padded_because)
