@@ -99,7 +99,7 @@ class Recompute(Way):
             rows = problem.rows(index)
             sums = Sums.of_nothing(rows, asked.entropy, asked.sum_prob_squared, asked.mean_logits)
             if in_registers:
-                _add_without_logits(problem, rows, sums)
+                _add_without_logits(problem, rows, asked, sums)
             else:
                 _add_tiles(problem, rows, columns, kept, sums)
             stats = sums.finish(problem.group, problem.vocab)
@@ -172,10 +172,11 @@ def _add_tiles(problem: Problem, rows: Rows, columns: int, kept: Tensor, sums: S
         problem.kernels.logprob_stats_(z, rows.target_R, tile.start, *transform, *sums)
 
 
-def _add_without_logits(problem: Problem, rows: Rows, sums: Sums) -> None:
+def _add_without_logits(problem: Problem, rows: Rows, asked: Asked, sums: Sums) -> None:
+    needs_maximum = asked.top1 or bool(problem.group)  # shards are merged at their maximum
     problem.kernels.fused_stats(
         rows.hidden_RD, operand(problem.weight_VD, problem.dtype), rows.target_R, rows.inv_temperature, problem.scale,
-        sums.maximum, sums.excess, sums.target_logit,
+        needs_maximum, sums.maximum, sums.excess, sums.target_logit,
     )  # fmt: skip
 
 

@@ -34,7 +34,11 @@ class Stats(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Per row, over the vocabulary seen so far; None for a sum that no statistic needs."""
+    """Per row, over the vocabulary seen so far; None for a sum that no statistic needs.
+
+    Where no shards are merged and no ``top1`` is asked for, ``maximum`` may be another number about as large as the
+    log-normaliser, with an excess that refers to it (`fused_stats` of Triton).
+    """
 
     maximum: Tensor
     excess: Tensor  # sum of exp(x - maximum), less the 1 of the maximum, beside which the others would lose digits

@@ -6,7 +6,7 @@ operators of the same names. On the CPU they run in Triton's interpreter (``TRIT
     logprob_stats_    reads a logits tile once
     logprob_grad_     reads it once, writes dlogits once, in the dtype of the GEMM that follows
     logprob_frozen_   reads it twice, the second time from cache, and writes once
-    fused_stats       a GEMM whose epilogue is logprob_stats_: nothing of size rows x vocabulary leaves the registers
+    fused_stats       a GEMM whose epilogue sums as logprob_stats_ does: no logit leaves the registers
     fused_grad        the same GEMM with logprob_grad_ as its epilogue: of a tile, dlogits alone are written
     fused_odds        the same GEMM, which writes exp(x - r) for an r that is known before the row's sum is (odds.py)
 
@@ -285,7 +285,7 @@ def _add_logits(z, first_column, vocab, inv_temperature, scale, target, m, s,
 def _fused_stats_kernel(
     hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr,
     inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, splits, tiles_per_split, max_ptr, excess_ptr,
-    target_logit_ptr,
+    target_logit_ptr, chosen_ptr,
     LARGE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -301,7 +301,12 @@ def _fused_stats_kernel(
     a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
     tile_ptr = weight_ptr + split.to(tl.int64) * tiles_per_split * COLUMNS * weight_stride
     d_offset = d[:, None] * weight_stride_d
-    for tile in range(split * tiles_per_split, min((split + 1) * tiles_per_split, tl.cdiv(vocab, COLUMNS))):
+    first = split * tiles_per_split
+    last = min(first + tiles_per_split, tl.cdiv(vocab, COLUMNS))
+    if chosen_ptr is not None:
+        is_chosen = tl.max(tl.load(chosen_ptr + i, mask=row_inside, other=0).to(tl.int32), 0) > 0
+        last = tl.where(is_chosen, last, first)
+    for tile in range(first, last):
         j = tile * COLUMNS + tl.arange(0, COLUMNS)
         column_inside = j < vocab
         b_offset = tl.where(column_inside, tl.arange(0, COLUMNS), 0)[None, :] * weight_stride + d_offset
@@ -329,6 +334,102 @@ def _fused_stats_kernel(
     out = split * rows + i
     tl.store(max_ptr + out, m, mask=row_inside)
     tl.store(excess_ptr + out, s, mask=row_inside)
+
+
+@triton.jit
+def _factor_and_base(i, row_inside, inv_temperature_ptr, inv_temperature_stride, scale, reference_ptr):
+    """A logit z has the odds 2^(factor z - base) against its row's reference."""
+    inv_temperature = tl.load(inv_temperature_ptr + i * inv_temperature_stride, mask=row_inside, other=1.0)
+    reference = tl.load(reference_ptr + i, mask=row_inside, other=0.0)
+    return scale * inv_temperature * 1.4426950408889634, reference * 1.4426950408889634
+
+
+@triton.jit
+def _odds_with_target(z, first_column, vocab, factor, base, target, target_z_ptr, COLUMNS: tl.constexpr):
+    """Sums of the odds of columns among which may be targets, or the end; stores the targets' z."""
+    local = target - first_column
+    column = tl.arange(0, COLUMNS)[None, :]
+    is_target = column == local[:, None]
+    is_here = (local >= 0) & (local < COLUMNS)
+    if tl.max(is_here.to(tl.int32), 0) > 0:
+        tl.store(target_z_ptr, tl.sum(tl.where(is_target, z, 0.0), 1), mask=is_here)
+        z = tl.where(is_target, -float("inf"), z)
+    z = tl.where(column >= vocab - first_column, -float("inf"), z)
+    return tl.sum(tl.exp2(z * factor[:, None] - base[:, None]), 1)
+
+
+@triton.jit
+def _fused_sums_kernel(
+    hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr,
+    inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, splits, tiles_per_split, reference_ptr, sum_ptr,
+    target_z_ptr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    row_block, split = tile_of(tl.program_id(0), row_blocks, splits, GROUP)
+    first_row = row_block * ROWS
+    i, d = first_row + tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    row_inside = i < rows
+    factor, base = _factor_and_base(
+        i, row_inside, inv_temperature_ptr, inv_temperature_stride, scale, reference_ptr
+    )  # fmt: skip
+    target = tl.load(target_ptr + i, mask=row_inside, other=-1)
+    target = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)  # half the registers
+    s = tl.zeros((ROWS,), tl.float32)
+    a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
+    tile_ptr = weight_ptr + split.to(tl.int64) * tiles_per_split * COLUMNS * weight_stride
+    d_offset = d[:, None] * weight_stride_d
+    for tile in range(split * tiles_per_split, min((split + 1) * tiles_per_split, tl.cdiv(vocab, COLUMNS))):
+        first_column = tile * COLUMNS
+        column_inside = first_column + tl.arange(0, COLUMNS) < vocab
+        b_offset = tl.where(column_inside, tl.arange(0, COLUMNS), 0)[None, :] * weight_stride + d_offset
+        a_block = hidden_ptr + first_row.to(tl.int64) * hidden_stride
+        b_block = tile_ptr
+        tile_ptr += COLUMNS * weight_stride
+        z = product(a_block, a_offset, b_block, b_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH)
+        is_here = (target >= first_column) & (target < first_column + COLUMNS)
+        if (first_column + COLUMNS > vocab) | (tl.max(is_here.to(tl.int32), 0) > 0):
+            if COLUMNS > 64:  # masks of so many logits do not fit the registers beside them
+                left, right = _halves(z, ROWS, COLUMNS)
+                s += _odds_with_target(left, first_column, vocab, factor, base, target, target_z_ptr + i, COLUMNS // 2)
+                first_column += COLUMNS // 2
+                s += _odds_with_target(right, first_column, vocab, factor, base, target, target_z_ptr + i, COLUMNS // 2)
+            else:
+                s += _odds_with_target(z, first_column, vocab, factor, base, target, target_z_ptr + i, COLUMNS)
+        else:
+            # A multiply-add, an ex2 and an addition for each logit: the tensor cores wait meanwhile.
+            s += tl.sum(tl.exp2(z * factor[:, None] - base[:, None]), 1)
+    tl.store(sum_ptr + split * rows + i, s, mask=row_inside)
+
+
+@triton.jit
+def _finish_sums_kernel(
+    rows, splits, inv_temperature_ptr, inv_temperature_stride, scale, reference_ptr, sum_ptr, most, max_ptr,
+    excess_ptr, target_logit_ptr, bad_ptr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row_inside = i < rows
+    factor, base = _factor_and_base(
+        i, row_inside, inv_temperature_ptr, inv_temperature_stride, scale, reference_ptr
+    )  # fmt: skip
+    s = tl.zeros((BLOCK,), tl.float32)
+    for split in range(splits):
+        s += tl.load(sum_ptr + split * rows + i, mask=row_inside, other=0.0)
+    z = tl.load(target_logit_ptr + i, mask=row_inside, other=0.0)
+    inv_temperature = tl.load(inv_temperature_ptr + i * inv_temperature_stride, mask=row_inside, other=1.0)
+    x = _softmax_logits(z, 0.0, inv_temperature, 0.0, scale, False)
+    drop = z.to(tl.float64) * factor - base  # the GEMM adds in another order than the reference's dot product
+    is_good = (s <= most) & (tl.abs(drop) <= 1.0)  # false for nan
+    others = tl.where(is_good, s.to(tl.float64) * tl.exp2(-drop), 0.0)
+    # In place of the maximum: the target's logit, so that no digit is lost where the target is certain, or 4 less than
+    # the log-normaliser, so that the two differences of a log-probability round numbers of about the same size.
+    maximum = (x + tl.log(tl.maximum(others * 0.0183, 1.0))).to(tl.float32)
+    down = x.to(tl.float64) - maximum
+    excess = tl.where(down < 0.0, (1.0 + others) * tl.exp(down) - 1.0, others)
+    tl.store(max_ptr + i, maximum, mask=row_inside)
+    tl.store(excess_ptr + i, excess.to(tl.float32), mask=row_inside)
+    tl.store(target_logit_ptr + i, x, mask=row_inside)
+    tl.store(bad_ptr + i, is_good == 0, mask=row_inside)
 
 
 @triton.jit
@@ -555,26 +656,90 @@ def _splits(num_rows: int, vocab: int, shape: dict[str, int], least: int = 1) ->
     return row_blocks, triton.cdiv(tiles, tiles_per_split), tiles_per_split
 
 
+# The odds of the others against a row's target are at most this, or the row is computed again with a running maximum.
+# The larger the odds, the fewer digits their exponents have behind the point, and the less probable is the target: no
+# sampler draws a token of probability 1e-10.
+_MOST_SUMMED_ODDS = 2.0**32
+_SPLITS_OF_FEW = 32  # so that the programs of one block of rows are no long tail
+
+
 @on_its_device
 def fused_stats(
-    hidden: Tensor, weight: Tensor, target: Tensor, inv_temperature: Tensor, scale: float, maximum: Tensor,
-    excess: Tensor, target_logit: Tensor,
+    hidden: Tensor, weight: Tensor, target: Tensor, inv_temperature: Tensor, scale: float, needs_maximum: bool,
+    maximum: Tensor, excess: Tensor, target_logit: Tensor,
 ) -> None:  # fmt: skip
-    """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``."""
-    (num_rows, dim), vocab = hidden.shape, weight.shape[0]
-    if num_rows == 0:
+    """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``.
+
+    Unless ``needs_maximum``, another reference stands in place of the maximum of most rows: the target's logit is known
+    before the row is, so that the exponentials need no running maximum. Rows whose target is too unlikely for that, or
+    that have no finite target logit, are computed again with a running maximum, beside all rows of their blocks, whose
+    results stay as they are. The host does not wait to know whether there is such a row.
+    """
+    if hidden.shape[0] == 0:
         return
+    temperature = inv_temperature, int(inv_temperature.shape[0] != 1), scale
+    problem = hidden, weight, target, temperature
+    if needs_maximum:
+        maximum_again, excess_again = _stats_with_maximum(*problem, target_logit, None)
+        maximum.copy_(maximum_again)
+        excess.copy_(excess_again)
+        return
+    is_bad = _stats_at_targets(*problem, maximum, excess, target_logit)
+    maximum_again, excess_again = _stats_with_maximum(*problem, target_logit, is_bad)
+    torch.where(is_bad, maximum_again, maximum, out=maximum)
+    torch.where(is_bad, excess_again, excess, out=excess)
+
+
+def _stats_with_maximum(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: tuple, target_logit: Tensor, chosen: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Maximum and excess of all rows, or of the chosen rows and of all rows in their blocks."""
+    (num_rows, dim), vocab = hidden.shape, weight.shape[0]
     shape = gemm_tile(hidden)
-    row_blocks, splits, tiles_per_split = _splits(num_rows, vocab, shape)
+    least_splits = 1 if chosen is None else _SPLITS_OF_FEW
+    row_blocks, splits, tiles_per_split = _splits(num_rows, vocab, shape, least_splits)
     partial = hidden.new_zeros(2, splits, num_rows, dtype=torch.float32)
     _fused_stats_kernel[(row_blocks * splits,)](
-        hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, inv_temperature,
-        int(inv_temperature.shape[0] != 1), scale, row_blocks, splits, tiles_per_split, *partial, target_logit,
+        hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, *temperature, row_blocks,
+        splits, tiles_per_split, *partial, target_logit, chosen,
         LARGE=shape == _LARGE, EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
     )  # fmt: skip
     parts, is_top = Sums(*partial, None, None, target_logit).at(partial[0].amax(0))
-    maximum.copy_(parts.maximum)
-    excess.copy_(parts.excess.sum(0) + (is_top.sum(0) - 1))
+    return parts.maximum, parts.excess.sum(0) + (is_top.sum(0) - 1)
+
+
+def _stats_at_targets(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: tuple, maximum: Tensor, excess: Tensor,
+    target_logit: Tensor,
+) -> Tensor:  # fmt: skip
+    """Fills the statistics; returns which rows' must be computed again, (R,) bool."""
+    (num_rows, dim), vocab = hidden.shape, weight.shape[0]
+    reference = _target_logits(hidden, weight, target, temperature)
+    shape = gemm_tile(hidden)
+    row_blocks, splits, tiles_per_split = _splits(num_rows, vocab, shape)
+    sums = hidden.new_empty(splits, num_rows, dtype=torch.float32)
+    _fused_sums_kernel[(row_blocks * splits,)](
+        hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, *temperature, row_blocks,
+        splits, tiles_per_split, reference, sums, target_logit,
+        EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
+    )  # fmt: skip
+    is_bad = torch.empty_like(maximum, dtype=torch.bool)
+    _finish_sums_kernel[(triton.cdiv(num_rows, 256),)](
+        num_rows, splits, *temperature, reference, sums, _MOST_SUMMED_ODDS, maximum, excess, target_logit, is_bad,
+        BLOCK=256, **LAUNCH,
+    )  # fmt: skip
+    return is_bad
+
+
+def _target_logits(hidden: Tensor, weight: Tensor, target: Tensor, temperature: tuple) -> Tensor:
+    """(R,) by one dot product for each row, nan for a target outside the vocabulary."""
+    (num_rows, dim), vocab = hidden.shape, weight.shape[0]
+    target_logit = hidden.new_empty(num_rows, dtype=torch.float32)
+    _target_logits_kernel[(num_rows,)](
+        hidden, weight, dim, vocab, hidden.stride(0), *weight.stride(), target, *temperature, target_logit,
+        BLOCK=BLOCK, **LAUNCH,
+    )  # fmt: skip
+    return target_logit
 
 
 @on_its_device
@@ -598,7 +763,6 @@ def fused_grad(
 # Odds are multiplied by weights and added up in float32, and hidden states are divided by their sums in the operands'
 # dtype: both have room above and below. A smaller sum belongs to a log-probability above -44.
 _MOST_ODDS = 2.0**64
-_SPLITS_OF_FEW = 32  # so that the programs of one block of rows are no long tail
 
 
 @on_its_device
@@ -617,15 +781,13 @@ def fused_odds(
         sum is nan where the target's logit is not finite, or the target is not in the vocabulary.
     """
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
-    target_logit = hidden.new_empty(num_rows, dtype=torch.float32)
     if num_rows == 0:
-        return target_logit, target_logit, target_logit, target_logit if with_shift else None
+        nothing = hidden.new_empty(0, dtype=torch.float32)
+        return nothing, nothing, nothing, nothing if with_shift else None
     operands = hidden, weight
     strides = hidden.stride(0), *weight.stride()
     temperature = inv_temperature, int(inv_temperature.shape[0] != 1), scale
-    _target_logits_kernel[(num_rows,)](
-        *operands, dim, vocab, *strides, target, *temperature, target_logit, BLOCK=BLOCK, **LAUNCH
-    )
+    target_logit = _target_logits(hidden, weight, target, temperature)
     shape = gemm_tile(hidden)
 
     def compute(reference: Tensor, chosen: Tensor, least_splits: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ from tests.support.numerics import assert_no_further_from_truth
 
 KERNELS = {
     "_stats_kernel", "_grad_kernel", "_frozen_kernel", "_fused_stats_kernel", "_fused_grad_kernel",
-    "_target_logits_kernel", "_fused_odds_kernel",
+    "_target_logits_kernel", "_fused_odds_kernel", "_fused_sums_kernel", "_finish_sums_kernel",
 }  # fmt: skip
 
 
@@ -94,6 +94,72 @@ def test_from_odds_no_further_from_truth_than_pytorch(temperature, way, backend,
     for actual, plain, exact in zip(results(backend, F32), results("reference", F32), truth, strict=True):
         assert_no_further_from_truth(actual, plain, exact)
     assert set(called) == {"fused_odds", *(["fused_grad"] if way == "loss of the entropy" else [])}
+
+
+def stats_of(hidden: Tensor, weight: Tensor, target: Tensor, needs_maximum: bool, inv_temperature: Tensor):
+    """(logprob, log-normaliser in float64) by Triton's forward kernels alone."""
+    from rlft_fast.ops.logprob import triton
+
+    sums = (torch.full(target.shape, value) for value in (-math.inf, -1.0, math.nan))
+    maximum, excess, target_logit = sums
+    triton.fused_stats(
+        hidden, weight, target, inv_temperature, 0.5, needs_maximum, maximum, excess, target_logit
+    )  # fmt: skip
+    return (target_logit - maximum) - excess.log1p(), maximum.double() + excess.double().log1p()
+
+
+@interpreted
+@pytest.mark.parametrize("tile", ["_TILES", "_LARGE"])
+def test_rows_that_the_target_cannot_stand_for_are_computed_again(tile, backend, monkeypatch):
+    """In three blocks of rows: log-probabilities below -60, no target, nan, inf. All splits have several tiles."""
+    from rlft_fast.ops.logprob import triton
+
+    if tile == "_LARGE":  # as on Hopper
+        monkeypatch.setattr(triton, "gemm_tile", lambda operand: triton._LARGE)
+    monkeypatch.setattr(triton, "_PROGRAMS", 6)
+    monkeypatch.setattr(triton, "_SPLITS_OF_FEW", 2)
+    hidden, weight, target, _ = make_inputs(260, 40, 1100, logits="peaked")
+    temperature = torch.linspace(0.5, 1.5, 260)
+    inv_temperature = 1 / temperature
+    logits = linear(hidden.double(), weight.double()) * (0.5 * inv_temperature.double())[:, None]
+    good, _ = stats_of(hidden, weight, target, False, inv_temperature)
+    exact = logits.log_softmax(1)
+    plain = (linear(hidden, weight) * (0.5 * inv_temperature)[:, None]).log_softmax(1)
+    at_target = target[:, None]
+    assert (exact.gather(1, at_target) > -0.01).any()
+    assert_no_further_from_truth(good[:, None], plain.gather(1, at_target), exact.gather(1, at_target))
+
+    unlikely = [3, 259]
+    hidden[unlikely] *= 20
+    target[unlikely] = (hidden[unlikely] @ weight.T).argmin(1)
+    target[5] = -1
+    hidden[7, 0], hidden[130, 1] = math.nan, math.inf
+    bad = [*unlikely, 5, 7, 130]
+    ours, ours_normaliser = stats_of(hidden, weight, target, False, inv_temperature)
+    careful, careful_normaliser = stats_of(hidden, weight, target, True, inv_temperature)
+    is_good = torch.ones(260, dtype=torch.bool).index_fill(0, torch.tensor(bad), False)
+    assert torch.equal(ours[is_good], good[is_good])  # whatever the rows of their block are
+    assert (careful[unlikely] < -60).all()
+    torch.testing.assert_close(ours[bad], careful[bad], rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours_normaliser, careful_normaliser, rtol=1e-6, atol=2e-6, equal_nan=True)
+    assert ours[[5, 7, 130]].isnan().all()
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_scale_that_is_not_positive_reverses_the_logits(scale, backend):
+    hidden, weight, target, _ = make_inputs(5, 24, 200)
+    ours = logprob_of(backend, logit_scale=scale)(hidden, weight, target).logprob
+    exact = reference.linear_logprob(hidden.double(), weight.double(), target, logit_scale=scale).logprob
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=0)
+
+
+@interpreted
+def test_the_likeliest_token_is_told_without_logits(backend):
+    hidden, weight, target, _ = make_inputs(10, 24, 200, logits="peaked")
+    target[::2] = linear(hidden, weight).argmax(1)[::2]
+    out = logprob_of(backend)(hidden, weight.requires_grad_(), target, return_top1=True)
+    assert torch.equal(out.top1, linear(hidden, weight).argmax(1) == target)
 
 
 @interpreted
@@ -187,3 +253,12 @@ def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(binaries):
 @pytest.mark.slow  # a minute, until Triton's cache has the binaries
 def test_no_kernel_narrows_float32(binaries):
     assert [b for b in binaries if b["tf32"]] == []
+
+
+@pytest.mark.slow  # a minute, until Triton's cache has the binaries
+@pytest.mark.parametrize("binaries", [90], indirect=True)
+def test_the_epilogue_without_gradient_is_three_instructions_for_each_logit(binaries):
+    """A multiply-add, an ex2 and an addition. With a running maximum they are 17 or more, so the count sees them."""
+    found = {b["kernel"]: b["instructions"] for b in binaries if b["large"]}
+    assert found["_fused_sums_kernel"] < 3.2
+    assert found["_fused_stats_kernel"] > 12

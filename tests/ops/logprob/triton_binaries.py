@@ -61,25 +61,48 @@ def call_all(dtype: torch.dtype, everything: bool, dim: int) -> None:
     kernels.logprob_stats_(*problem, maximum, sum_exp, shift, squares, target_logit, sum_logits)
     kernels.logprob_grad_(*problem, maximum, sum_exp, shift, a, shift, results)
     kernels.logprob_frozen_(*problem, maximum, sum_exp, target_logit, a, b, torch.zeros(rows, 128), results)
-    kernels.fused_stats(hidden, weight, target, inv_temperature, 1.0, maximum, sum_exp, target_logit)
+    kernels.fused_stats(hidden, weight, target, inv_temperature, 1.0, everything, maximum, sum_exp, target_logit)
     kernels.fused_grad(hidden, weight, target, 0, inv_temperature, 1.0, maximum, sum_exp, shift, a, shift, results)
     if dtype == torch.bfloat16:  # the other dtype is for CPUs
         kernels.fused_odds(hidden, weight, target, inv_temperature, 1.0, everything, results)
 
 
 def resources(binary) -> dict[str, int]:
-    """Registers per thread, bytes of stack with local memory, bytes of shared memory per block, any use of TF32."""
+    """Registers per thread, bytes of stack with local memory, bytes of shared memory per block, any use of TF32.
+
+    And the machine's instructions for each exponential, see `instructions_per_exponential`.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        printed = subprocess.run(
-            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        printed, sass = (
+            subprocess.run([CUOBJDUMP, what, file.name], capture_output=True, text=True, check=True).stdout
+            for what in ("-res-usage", "-sass")
+        )
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", printed)}
     return {
         "registers": used["REG"], "stack": used["STACK"] + used["LOCAL"],
         "shared": used["SHARED"] + binary.metadata.shared, "tf32": "tf32" in binary.asm["ptx"],
+        "instructions": instructions_per_exponential(sass),
     }  # fmt: skip
+
+
+def instructions_per_exponential(sass: str) -> float | None:
+    """Fewest of any stretch without a jump that has 32 exponentials or more; None if there is none.
+
+    A tile of 128 x 256 logits has 128 for each of 256 threads, and loops over logits are unrolled.
+    """
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)
+    targets = set(re.findall(r"\bBRA\b.*\b0x([0-9a-f]+)", sass))
+    stretches: list[list[str]] = [[]]
+    for address, instruction in lines:
+        if address.lstrip("0") in targets:
+            stretches.append([])
+        stretches[-1].append(instruction)
+        if re.search(r"\b(BRA|EXIT)\b", instruction):
+            stretches.append([])
+    exponentials = [(len(x), sum("MUFU.EX2" in instruction for instruction in x)) for x in stretches]
+    return min((count / found for count, found in exponentials if found >= 32), default=None)
 
 
 if __name__ == "__main__":
@@ -92,6 +115,7 @@ if __name__ == "__main__":
         for dtype, everything, dim in product((torch.bfloat16, torch.float32), (False, True), dims):
             call_all(dtype, everything, dim)
             for kernel, binary in BINARIES:
-                what = {"kernel": kernel, "dtype": str(dtype), "everything": everything, "dim": dim}
+                large = dtype == torch.bfloat16 and dim == 128 and capability == 90
+                what = {"kernel": kernel, "dtype": str(dtype), "everything": everything, "dim": dim, "large": large}
                 print(json.dumps({**limit, **what, **resources(binary)}))
             BINARIES.clear()
