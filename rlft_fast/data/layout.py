@@ -107,6 +107,20 @@ def share_prefixes(batch: Batch) -> PackedLayout:
     )
 
 
+def count_tokens(batch: Batch, *, padded: bool = False) -> tuple[int, float]:
+    """How many tokens of a batch have to run, and how many pairs of one with itself or a token that it attends to.
+
+    A pair of a token with itself counts as half a pair, so that n tokens have n²/2 of them.
+
+    Args:
+        batch: on the CPU.
+        padded: whether equal prefixes run as often as they stand there, see `pad_sequences`.
+    """
+    used_B = _prompt_and_used_lengths(batch)[1]
+    shared_B = np.zeros_like(used_B) if padded else _tree(batch, used_B, np.zeros_like(used_B)).shared_B
+    return int((used_B - shared_B).sum()), float((used_B**2 - shared_B**2).sum()) / 2
+
+
 def plan_batch(
     batch: Batch, max_tokens: int, world_size: int = 1, *, micro_batch_size: int | None = None, padded: bool = False
 ) -> MicroBatchPlan:

@@ -1,7 +1,8 @@
 """Counts the floating-point operations of a model, as model FLOPs utilisation (MFU) takes them.
 
 Recomputed activations do not count (PaLM, arXiv 2204.02311, appendix B), and neither do operations that are no matrix
-product. Attention counts as causal over whole sequences, also where a model's layers see a window or have a state.
+product. Tokens that run once for several sequences count once, so that no device exceeds its peak. Attention counts as
+causal over whole sequences, also where a model's layers see a window or have a state.
 """
 
 from collections.abc import Iterator
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, count_tokens
 from rlft_fast.models import PolicyModel, RLModel
-from rlft_fast.ops.packing import segment_sum
 
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
 """FLOP/s of dense bfloat16 by a part of the GPU's name, from the vendor's data sheets; the first that fits counts."""
@@ -34,16 +34,16 @@ class ModelFlops(NamedTuple):
     """FLOPs of the head for every sampled token."""
     per_pair: float
     """FLOPs of attention for every pair of a token and a token before it."""
+    is_padded: bool = False
+    """Whether equal prefixes run as often as they stand in a batch."""
 
     def of(self, batch: Batch) -> float:
-        """FLOPs of the sequences of a batch with an active token.
+        """FLOPs of the tokens of a batch that an active token depends on, equal prefixes of its sequences once.
 
-        Tokens that sequences share count as often as they stand in the batch, although they run once.
+        The head counts as often as sequences have an active token.
         """
-        active_T = batch.active_T
-        lengths = batch.lengths[segment_sum(active_T, batch.cu_seqlens).numpy() > 0].astype(float)
-        pairs = float((lengths**2).sum()) / 2
-        return self.per_token * lengths.sum() + self.per_active * int(active_T.sum()) + self.per_pair * pairs
+        tokens, pairs = count_tokens(batch, padded=self.is_padded)
+        return self.per_token * tokens + self.per_active * int(batch.active_T.sum()) + self.per_pair * pairs
 
 
 def model_flops(model: RLModel, *, backward: bool = True) -> ModelFlops:
@@ -65,6 +65,7 @@ def model_flops(model: RLModel, *, backward: bool = True) -> ModelFlops:
         per_token=sum(_per_token(weight, backward) * share for weight, share in _matrices(model)),
         per_active=per_active,
         per_pair=4 * config.num_hidden_layers * heads * head_dim * (3 if backward else 1),
+        is_padded=bool(model.padded_because),
     )
 
 

@@ -22,7 +22,7 @@ def test_flops_are_those_of_the_products(name, backward, tiny_model):
         hidden = backbone(torch.arange(1, LENGTH + 1)[None], use_cache=False).last_hidden_state
         if backward:
             hidden.sum().backward()
-    batch = Batch.from_samples([[1]], [[2] * (LENGTH - 1)])
+    batch = Batch.from_samples([[1]], [[2] * LENGTH])  # the last token does not run
     attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]  # of all pairs, half of which are causal
     counted = counter.get_total_flops() - attention / 2
     assert model_flops(model, backward=backward).of(batch) == pytest.approx(counted, rel=1e-3)
@@ -41,10 +41,20 @@ def test_sequences_that_do_not_run_have_none(tiny_model):
     assert flops.of(first) == flops.of(batch.select([0]))
 
 
+def test_equal_prefixes_count_once_where_they_run_once(tiny_model):
+    flops = model_flops(load_policy(tiny_model("llama")))
+    one, three = ([[1, 2, 3]] * n for n in (1, 3))
+    alone, copies = Batch.from_samples(one, [[4, 5, 6]]), Batch.from_samples(three, [[4, 5, 6], [4, 5, 6], [4, 7, 6]])
+    heads, own, pairs = 6 * flops.per_active, flops.per_token, (5**2 - 4**2) / 2 * flops.per_pair  # of the 7
+    assert flops.of(copies) == pytest.approx(flops.of(alone) + heads + own + pairs, rel=1e-12)
+    padded = flops._replace(is_padded=True)
+    assert padded.of(copies) == pytest.approx(3 * flops.of(alone), rel=1e-12)
+
+
 def test_a_frozen_weight_has_no_gradient(tiny_model):
     model = load_policy(tiny_model("llama"))
     batch = Batch.from_samples([[1]], [[2]])
     frozen = model.backbone.layers[0].mlp.up_proj.weight
     trained = model_flops(model).of(batch)
     frozen.requires_grad_(False)
-    assert trained - model_flops(model).of(batch) == 2 * batch.num_tokens * frozen.numel()
+    assert trained - model_flops(model).of(batch) == 2 * frozen.numel()  # of one token: the last does not run
