@@ -17,12 +17,12 @@ from rlft_fast.run.lock import NAME as LOCK
 MARKER = "run.json"
 _WRITTEN = (
     MARKER, "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "curve.png", "view.html", "tokens",
-    "profile",
+    "profile", "reference",
     "checkpoints", "hf", "best", "tensorboard", "wandb", "mlflow", "mlflow.db",
 )  # fmt: skip
 
 
-_WRITTEN_INTO = ("", "checkpoints", "hf", "best", "tokens", "profile")  # folders
+_WRITTEN_INTO = ("", "checkpoints", "hf", "best", "tokens", "profile", "reference")  # folders
 LOGS = ("metrics.jsonl", "samples.jsonl")
 _REPLACED = (MARKER, "config.yaml", "summary.json")
 

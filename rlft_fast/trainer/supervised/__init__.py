@@ -3,6 +3,7 @@
 spans       where the assistant's words stand in a conversation, as a chat template renders it
 rows        rows of data as tokens, and which of them are taught
 pairs       pairs of rows, of which one is preferred
+reference   log-probabilities of pairs before training, inferred once and kept in a file
 trainer     `RowsTrainer`: an optimizer step on the next rows
 """
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from rlft_fast.config import PairDataConfig, RewardDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief
 from rlft_fast.trainer.prompts import LeftOut, Overlong, Row, RowSet, without_nulls
+from rlft_fast.trainer.supervised.reference import Reference
 from rlft_fast.trainer.supervised.rows import OverlongError, Reader, TaughtRows, Tokens, taught_rows
 
 
@@ -23,12 +24,12 @@ class PairRows:
     Args:
         sequences: 2N; 2i is the chosen and 2i + 1 the rejected one of pair i.
         margin: (N,) float32.
-        ref_logprob: of each sequence (T - 1,) float32, of its tokens under the reference; None: unknown.
+        reference: log-probabilities of the tokens under the reference; None: there is none.
     """
 
     sequences: TaughtRows
     margin: np.ndarray
-    ref_logprob: list[np.ndarray] | None = None
+    reference: Reference | None = None
 
     def __len__(self) -> int:
         return len(self.margin)
@@ -64,24 +65,12 @@ class PairRows:
         batch = self.sequences.batch(both).replace(
             unit_B=torch.arange(len(rows)).repeat_interleave(2), reward_B=margin.flatten()
         )
-        if self.ref_logprob is None:
-            return batch
-        ref_logprob_T = np.concatenate([np.append(self.ref_logprob[j], np.float32(0)) for j in both])
-        return batch.replace(ref_logprob_T=torch.from_numpy(ref_logprob_T))
+        return batch if self.reference is None else batch.replace(ref_logprob_T=self.reference.of(both))
 
-    def with_reference(self, logprob_T: torch.Tensor, rows: Sequence[int]) -> "PairRows":
-        """The pairs with the log-probabilities of the reference, which the others lack.
-
-        Args:
-            logprob_T: of the batch of these rows.
-            rows: pairs, each once.
-        """
-        ids = self.sequences.token_ids
-        found = [np.full(len(x) - 1, math.nan, np.float32) for x in ids]
-        both = [j for i in rows for j in (2 * i, 2 * i + 1)]
-        for j, own in zip(both, logprob_T.split([len(ids[j]) for j in both]), strict=True):
-            found[j] = own[:-1].numpy().copy()
-        return replace(self, ref_logprob=found)
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [len(ids) for ids in self.sequences.token_ids]
 
 
 class _Pair(NamedTuple):

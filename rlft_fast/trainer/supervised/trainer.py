@@ -4,6 +4,8 @@ The rows of a step are a function of the seed and the step, so a run that contin
 uninterrupted run would have done. The number of processes changes a run by rounding alone.
 """
 
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +28,13 @@ from rlft_fast.trainer.inputs import model_checksums
 from rlft_fast.trainer.models import divergence, notes_on
 from rlft_fast.trainer.prompts import RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
+from rlft_fast.trainer.supervised.reference import Reference, chunks
 from rlft_fast.trainer.supervised.rows import TaughtRows, load_rows
 from rlft_fast.world import World, init_distributed
 
 Rows = TaughtRows | PairRows
+
+_CAPS = 8  # micro-batches of each process in a batch of the reference, so that each rank has equal work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +144,11 @@ class RowsTrainer:
         self.restart()
         check_row_tokens(self.models.actor.facts.num_embeddings, self.data)
         self.teacher = self._load_teacher()
+        self._has_reference = False
         if isinstance(self.loss, PreferenceLoss):
-            self._infer_reference()
+            self._attach_references()
+            if CheckpointManager(Path(config.output_dir) / "checkpoints").latest() is not None:
+                self._infer_references()  # while the model is the reference: a checkpoint may be loaded next
 
     def _load_teacher(self) -> FSDPEngine | None:
         if not isinstance(self.config, SFTConfig) or self.config.teacher is None:
@@ -150,19 +158,52 @@ class RowsTrainer:
         check_finite("teacher.model", teacher)
         return teacher
 
-    def _infer_reference(self) -> None:
-        """Log-probabilities of the rows that the run reads, once: the model is the reference until it trains."""
+    def _attach_references(self) -> None:
+        """Gives each set its log-probabilities under the reference, which may be kept in the folder of the run."""
+        actor, identity = self.config.for_device(self.world.device.type).actor, self.data.identity(self.config)
+        model = {"checksum": identity["checksum"], "dtypes": [actor.compute_dtype, actor.param_dtype]}
+        folder = Path(self.config.output_dir).absolute() / "reference"
+
+        def attached(name: str, rows: Rows) -> PairRows:
+            assert isinstance(rows, PairRows)
+            told = json.dumps({**model, "rows": rows.description}, sort_keys=True)
+            path = folder / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.npy"
+            lengths = [length - 1 for length in rows.lengths]
+            return replace(rows, reference=Reference(lengths, path, self.world))
+
+        held_out: dict[str, Rows] = {
+            name: attached(f"held_out{name and '_'}{name}", rows) for name, rows in self.data.held_out.items()
+        }
+        self.data = replace(self.data, rows=attached("training", self.data.rows), held_out=held_out)
+
+    def _infer_references(self, *, keeps: bool = False) -> None:
+        """Infers what is missing of the rows that the run reads: the model is the reference until it trains.
+
+        Args:
+            keeps: whether the folder of the run is this run's, and keeps what is inferred.
+        """
         num_rows, size = len(self.data.rows), self.config.steps * self.config.batch_size
         used = sorted(set(self._rows(0, size))) if size < num_rows else range(num_rows)
-        self.data = replace(
-            self.data,
-            rows=self._with_reference(self.data.rows, used),
-            held_out={name: self._with_reference(rows, range(len(rows))) for name, rows in self.data.held_out.items()},
-        )
+        self._infer_reference(self.data.rows, used, keeps=keeps)
+        for rows in self.data.held_out.values():
+            self._infer_reference(rows, range(len(rows)), keeps=keeps)
+        self._has_reference = True
 
-    def _with_reference(self, rows: Rows, used: Sequence[int]) -> Rows:
+    def _require_reference(self) -> None:
+        """Infers before the first step where no run has started the trainer."""
+        if isinstance(self.loss, PreferenceLoss) and not self._has_reference:
+            self._infer_references()
+
+    def _infer_reference(self, rows: Rows, used: Sequence[int], *, keeps: bool) -> None:
         assert isinstance(rows, PairRows)
-        return rows.with_reference(self.models.actor.infer(rows.batch(used), ("logprob",))["logprob"], used)
+        assert rows.reference is not None
+        reference, actor = rows.reference, self.models.actor
+        if keeps:
+            reference.keep()
+        most_tokens = _CAPS * actor.config.max_tokens * self.world.size
+        for pairs in chunks(reference.missing(used), rows.lengths, most_tokens):
+            reference.put(pairs, actor.infer(rows.batch(pairs), ("logprob",))["logprob"])
+        reference.sync()
 
     def _rows(self, first: int, count: int) -> list[int]:
         """Rows of the stream."""
@@ -176,6 +217,7 @@ class RowsTrainer:
             first_prompt: number of rows that the steps before have taken; None: ``batch_size`` each.
         """
         started, size, actor = time.perf_counter(), self.config.batch_size, self.models.actor
+        self._require_reference()
         self.phases.restart()
         torch.manual_seed((self.config.seed * 1_000_003 + step) % 2**63)  # for dropout
         first = step * size if first_prompt is None else first_prompt
@@ -196,6 +238,7 @@ class RowsTrainer:
 
     def evaluate(self) -> Evaluated:
         """The numbers of each held-out set, and their means over the sets."""
+        self._require_reference()
         found = {name: self._measure(rows) for name, rows in self.data.held_out.items()}
         kinds = [] if self.config.evaluation is None else self.config.evaluation.kinds
         metrics = {kind: sum(numbers[kind] for numbers in found.values()) / len(found) for kind in kinds}
@@ -239,7 +282,9 @@ class RowsTrainer:
         yield from overlong_notes({name: rows.overlong for name, rows in self.data.named.items()})
 
     def start(self, step: int) -> None:
-        """Nothing: the model is ready."""
+        """Keeps the log-probabilities of the reference in the folder of the run, after it has inferred the missing."""
+        if isinstance(self.loss, PreferenceLoss):
+            self._infer_references(keeps=True)
 
     def is_after(self, step: int) -> bool:
         """See `Trainer`: every step ends with its update."""
