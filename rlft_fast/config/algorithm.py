@@ -47,6 +47,10 @@ class AlgorithmConfig(Section):
     """Passes over each rollout."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass."""
+    routing_replay: bool = False
+    """Update with the experts that routers chose when log π_old was computed, for a mixture of experts.
+
+    The batch holds a byte for each token, layer and chosen expert, or two with more than 256 experts in a layer."""
     policy_loss: Annotated[FunctionName, known_or_function(*POLICY_LOSSES)] = Field(
         default="ppo", description=f"Policy loss: {', '.join(POLICY_LOSSES)}, or module:function for your own."
     )

@@ -42,6 +42,7 @@ _NAMES = {
     "algorithm.clip_low": "epsilon clip_ratio clip_ratio_low eps_clip",
     "algorithm.clip_high": "epsilon_high clip_ratio_high eps_clip_low_high",
     "algorithm.loss_options": "delta clip_ratio_c dual_clip",
+    "algorithm.routing_replay": "router_replay use_rollout_routing_replay enable_rollout_routing_replay",
     "algorithm.high_entropy_share": "top_entropy_quantile",
     "algorithm.entropy_coef": "entropy_coeff entropy_loss_coef",
     "algorithm.entropy_step": "entropy_coef_delta",

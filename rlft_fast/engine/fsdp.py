@@ -186,7 +186,7 @@ class FSDPEngine(EngineState):
 
     def _inputs(self, micro_batch: Batch) -> ModelInputs:
         if self.require_head() != "logprob":
-            micro_batch = micro_batch.replace(support_TK=None)
+            micro_batch = micro_batch.replace(support_TK=None, routed_experts_TK=None)
         return prepare_model_inputs(
             micro_batch, self.device, backbone=self.model.backbone, sequence_group=self.sequence_group,
             padded=self.is_padded,
@@ -308,6 +308,7 @@ class FSDPEngine(EngineState):
             self._check_couples(loss)
             batch, scale = _with_weights(batch, loss)
             work = self._work(batch)
+            self._check_experts(work.micro_batches)
             metrics, done = self._accumulate_gradients(work.micro_batches, loss, scale, is_last)
             step.add(metrics, is_last)
             if outputs is not None:
@@ -361,6 +362,11 @@ class FSDPEngine(EngineState):
                 f"the loss reads {', '.join(loss.fields)}: it couples sequences, which ranks share where "
                 f"sequence_parallel is {self.config.sequence_parallel}; set it to 1"
             )
+
+    def _check_experts(self, micro_batches: list[Batch]) -> None:
+        experts_TK = micro_batches[0].routed_experts_TK if micro_batches else None
+        if experts_TK is not None and self.require_head() == "logprob":
+            self.routers.check(experts_TK)
 
     def _require_optimizer(self) -> None:
         if self.optimizer is None:

@@ -62,6 +62,20 @@ class Routers:
         for layer, module in enumerate(modules):
             self._follow(module, layer)
 
+    def check(self, experts_TK: Tensor) -> None:
+        """Raises ValueError for numbers of experts that are not of this model.
+
+        Args:
+            experts_TK: (T, L * K) integers on the CPU.
+        """
+        width, highest = self.num_layers * self.top_k, self.num_experts - 1
+        if experts_TK.shape[1] != width or not ((experts_TK >= 0) & (experts_TK <= highest)).all():
+            raise ValueError(
+                f"routed_experts_TK has shape {(*experts_TK.shape,)}, expected {width} experts for each token "
+                f"({self.num_layers} layers, {self.top_k} of each) from 0 to {highest}: infer routed_experts by "
+                "this model"
+            )
+
     @contextlib.contextmanager
     def following(self, routing: Routing) -> Iterator[None]:
         """A forward pass, and its backward, in which the routers fill `routing` and replay what it says."""

@@ -68,7 +68,7 @@ class Learner:
         old_logprob_T = None if objective.defers_old else inferred.get("logprob", batch.rollout_logprob_T)
         batch = batch.replace(
             logprob_T=inferred.get("logprob"), old_logprob_T=old_logprob_T, entropy_T=inferred.get("entropy"),
-            sum_prob_squared_T=inferred.get("sum_prob_squared"),
+            sum_prob_squared_T=inferred.get("sum_prob_squared"), routed_experts_TK=inferred.get("routed_experts"),
         )  # fmt: skip
         if "reference" in found:
             batch = batch.replace(ref_logprob_T=found["reference"]["logprob"])

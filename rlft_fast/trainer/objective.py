@@ -108,7 +108,9 @@ class Objective:
             or "old_logprob_T" in self._reads
         )
         is_cut = config.mini_batches > 1
-        return config.epochs == 1 and not (read_before or self._statistics or (is_cut and self._logs_tokens))
+        return config.epochs == 1 and not (
+            read_before or self._statistics or config.routing_replay or (is_cut and self._logs_tokens)
+        )
 
     @property
     def starts_on_policy(self) -> bool:
@@ -128,7 +130,8 @@ class Objective:
         logprob: tuple[Output, ...] = ("logprob",)
         if self.defers_old or self.config.rollout_correction == "bypass":
             logprob = ()
-        return (*logprob, *self._statistics)
+        experts: tuple[Output, ...] = ("routed_experts",) if self.config.routing_replay else ()
+        return (*logprob, *self._statistics, *experts)
 
     @property
     def _statistics(self) -> tuple[Output, ...]:
@@ -186,6 +189,8 @@ class Objective:
             missing |= dict.fromkeys(("value_T", "return_T"), "it needs a critic section")
         if not self.config.kl_coef:
             missing["ref_logprob_T"] = "it needs algorithm.kl_coef"
+        if not self.config.routing_replay:
+            missing["routed_experts_TK"] = "it needs algorithm.routing_replay"
         if self._teacher is None:
             missing["teacher_logprob_T"] = "it needs a teacher section"
         if "teacher_coef" not in self._of_teacher:

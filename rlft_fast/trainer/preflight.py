@@ -160,8 +160,9 @@ def _check_fit(key: str, model: RLModel, config: Config, inputs: Inputs | None, 
 
 def _check_experts(model: RLModel, config: RunConfig) -> None:
     """Raises ValueError where the run asks for more of the model's routers than they can do."""
-    if config.actor.router_aux_loss_coef:
-        check_routers(model.backbone, auxiliary_loss=True)
+    has_loss = bool(config.actor.router_aux_loss_coef)
+    if has_loss or (isinstance(config, Config) and config.algorithm.routing_replay):
+        check_routers(model.backbone, auxiliary_loss=has_loss)
 
 
 def _described(prompts: Prompts) -> str:

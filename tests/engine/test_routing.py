@@ -12,7 +12,7 @@ from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.sharding.build import build_model
 from tests.engine import reference
-from tests.engine.reference import make_engine, policy_loss, random_batch
+from tests.engine.reference import make_engine, near_policy, plain_model, policy_loss, random_batch
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 
@@ -62,21 +62,28 @@ def test_the_auxiliary_loss_is_that_of_transformers(name, max_tokens, tiny_model
         torch.testing.assert_close(found, wanted.get(name, torch.zeros_like(found)), rtol=0, atol=2e-6)
 
 
-def check_two(rank: int, path: Path, sequence_parallel: int) -> None:
+def check_two(rank: int, path: Path, sequence_parallel: int, replays: bool) -> None:
     config = {"router_aux_loss_coef": COEF, "sequence_parallel": sequence_parallel}
-    metrics, found = step(make_engine(path, config=config, max_tokens=24), random_batch())
+    engine, batch = make_engine(path, config=config, max_tokens=24), random_batch()
+    one = torch.load(path / "one.pt")
+    experts_TK = engine.infer(batch, ("routed_experts",))["routed_experts"]
+    assert torch.equal(experts_TK, one["experts"])
+    metrics, found = step(engine, batch.replace(routed_experts_TK=experts_TK if replays else None))
     value, _ = expected(path)
     assert metrics["router_aux_loss"] == pytest.approx(value, rel=1e-6)
-    reference.assert_close(found, torch.load(path / "one.pt"), 2e-6)
+    assert metrics.get("routing_agreement", 1.0) == 1.0
+    reference.assert_close(found, one["gradients"], 2e-6)
 
 
-# Each rank has its own micro-batches; both have a part of each.
+# Each rank has its own micro-batches, and counts in a pass before; both have a part of each, and replay.
 @pytest.mark.dist
-@pytest.mark.parametrize("sequence_parallel", [1, 2])
-def test_two_processes(sequence_parallel, tmp_path):
-    path = save_tiny_model("mixtral", tmp_path / "mixtral")
-    torch.save(step(balanced(path, max_tokens=128), random_batch())[1], path / "one.pt")
-    run_distributed(check_two, 2, path, sequence_parallel)
+@pytest.mark.parametrize(("sequence_parallel", "replays"), [(1, False), (2, True)])
+def test_two_processes(sequence_parallel, replays, tmp_path):
+    path, batch = save_tiny_model("mixtral", tmp_path / "mixtral"), random_batch()
+    engine = balanced(path, max_tokens=128)
+    experts_TK = engine.infer(batch, ("routed_experts",))["routed_experts"]
+    torch.save({"experts": experts_TK, "gradients": step(engine, batch)[1]}, path / "one.pt")
+    run_distributed(check_two, 2, path, sequence_parallel, replays)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +97,88 @@ def test_two_processes(sequence_parallel, tmp_path):
 def test_models_without_an_auxiliary_loss(name, message, tiny_model):
     with pytest.raises(ValueError, match=message):
         build_model(str(tiny_model(name)), EngineConfig(router_aux_loss_coef=COEF), "logprob", trains=True)
+
+
+# ---- replay ---------------------------------------------------------------------------------------------------------
+
+
+def _weights_of(name: str, module, logits: Tensor, chosen: Tensor) -> Tensor:
+    """The weights of chosen experts, by each family's equation."""
+    if name == "gpt-oss":
+        return logits.gather(-1, chosen).softmax(-1)
+    if name == "deepseek-v3":
+        scores = logits.sigmoid().gather(-1, chosen)
+        return module.routed_scaling_factor * scores / scores.sum(-1, keepdim=True)
+    scores = logits.softmax(-1).gather(-1, chosen)
+    return scores / scores.sum(-1, keepdim=True) if getattr(module, "norm_topk_prob", True) else scores
+
+
+def forced_model(name: str, path: Path, batch: Batch) -> torch.nn.Module:
+    """The plain model in float64, whose routers are given the experts of one sequence of the batch after the other."""
+    model = plain_model(path)
+    routers = [x for x in model.modules() if type(x).__name__.lower().endswith("topkrouter")]
+    lengths = batch.lengths.tolist()
+    for layer, router in enumerate(routers):
+        own = batch.routed_experts_TK.long().chunk(len(routers), -1)[layer].split(lengths)
+        sequence = iter(own)
+
+        def force(module, args, output, sequence=sequence):
+            chosen = next(sequence)
+            return output[0], _weights_of(name, module, output[0], chosen), chosen
+
+        router.register_forward_hook(force)
+    return model
+
+
+def random_experts(engine: FSDPEngine, batch: Batch) -> Tensor:
+    """(T, L * K), different experts for each token. Tokens of a prompt that samples share have the same."""
+    routers = engine.routers
+    per_token = torch.rand(300, routers.num_layers, routers.num_experts, generator=torch.Generator().manual_seed(3))
+    seen: dict[tuple, int] = {}
+    rows = [seen.setdefault(tuple(ids[: i + 1]), len(seen)) for ids in _sequences(batch) for i in range(len(ids))]
+    return per_token.argsort(-1)[rows, :, : routers.top_k].flatten(1).to(routers.dtype)
+
+
+def _sequences(batch: Batch) -> list[list[int]]:
+    return [ids.tolist() for ids in batch.input_ids_T.split(batch.lengths.tolist())]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "qwen3.5-moe"])
+def test_a_replay_is_the_model_with_these_experts(name, tiny_model, monkeypatch):
+    path, batch = tiny_model(name), random_batch()
+    engine = make_engine(path, temperature=reference.TEMPERATURE, max_tokens=48)
+    batch = batch.replace(routed_experts_TK=random_experts(engine, batch))
+    monkeypatch.setattr(reference, "plain_model", lambda *_: forced_model(name, path, batch))
+    logprob_T, _ = reference.plain_logprob_and_entropy(path, batch, reference.TEMPERATURE)
+    batch, outputs = near_policy(batch, logprob_T.float()), {}
+    metrics = engine.train_step(batch, policy_loss(), outputs=outputs)
+    torch.testing.assert_close(outputs["logprob"].double(), logprob_T, rtol=0, atol=5e-5)
+    expected = reference.plain_policy_gradients(path, batch, "token-mean")
+    reference.assert_close(reference.gradients(engine), {k: g for k, g in expected.items() if g is not None}, 5e-5)
+    assert metrics["routing_agreement"] < 0.9
+
+
+# Blocks that run again in the backward choose the same experts.
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_a_replay_of_the_own_experts_changes_no_bit(checkpointing, tiny_model):
+    config = {"activation_checkpointing": checkpointing}
+    engines = [make_engine(tiny_model("mixtral"), config=config, max_tokens=48) for _ in range(2)]
+    batch = random_batch()
+    found = engines[0].infer(batch, ("logprob", "routed_experts"))
+    assert found["routed_experts"].dtype == torch.uint8
+    replayed = batch.replace(routed_experts_TK=found["routed_experts"])
+    (own, first), (metrics, second) = (step(e, b) for e, b in zip(engines, (batch, replayed), strict=True))
+    assert metrics.pop("routing_agreement") == 1.0
+    assert metrics == own
+    reference.assert_equal(second, first)
+
+
+def test_experts_of_another_model(tiny_model):
+    engine, batch = make_engine(tiny_model("mixtral")), random_batch()
+    before = reference.weights(engine)
+    for experts_TK in (torch.zeros(batch.num_tokens, 5), torch.full((batch.num_tokens, 6), 12)):
+        with pytest.raises(ValueError, match=r"expected 6 experts for each token \(3 layers, 2 of each\) from 0 to 11"):
+            engine.train_step(batch.replace(routed_experts_TK=experts_TK.to(torch.uint8)), policy_loss())
+    with pytest.raises(TypeError, match=r"routed_experts_TK must be a tensor of torch.uint8"):
+        batch.replace(routed_experts_TK=torch.zeros(batch.num_tokens, 6))
+    reference.assert_equal(reference.weights(engine), before)
