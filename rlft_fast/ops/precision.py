@@ -86,21 +86,21 @@ _EXACT = {
 }
 
 
-def sums_in_float32(operand: Tensor, held_in: torch.dtype | None = None) -> AbstractContextManager[None]:
-    """A context in which GEMMs of such operands multiply all their bits and add in float32.
+def sums_in_float32(operand: Tensor, rounded_to: torch.dtype | None = None) -> AbstractContextManager[None]:
+    """A context in which GEMMs of such operands multiply all their bits, or those of a dtype, and add in float32.
 
     Torch's flags belong to the process: while a thread is inside, GEMMs of other threads are as exact, and
     ``torch.backends.cuda.matmul.allow_tf32`` raises where the old functions had set it.
 
     Args:
         operand: of the GEMMs.
-        held_in: a narrower dtype that holds the values of float32 operands without rounding. If it is bfloat16, CPUs
-            that are fast at it multiply in it, and the result is still float32, as torch's GEMM of bfloat16 tensors
-            cannot return it. Float32 GEMMs of other threads are then rounded, too, unless a thread is inside that asks
-            for all bits of float32.
+        rounded_to: a narrower dtype to which float32 operands may be rounded, or to which they have been rounded. If it
+            is bfloat16, CPUs that are fast at it multiply in it, and the result is still float32, as torch's GEMM of
+            bfloat16 tensors cannot return it. Float32 GEMMs of other threads are then rounded, too, unless a thread is
+            inside that asks for all bits of float32.
     """
     kind = (operand.device.type, operand.dtype)
-    if kind == ("cpu", torch.float32) and held_in == torch.bfloat16 and has_fast_bfloat16():
+    if kind == ("cpu", torch.float32) and rounded_to == torch.bfloat16 and has_fast_bfloat16():
         return _ROUNDED
     return _EXACT.get(kind) or nullcontext()
 

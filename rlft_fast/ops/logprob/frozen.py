@@ -90,7 +90,7 @@ def _tiles_chunk(problem: Problem, columns: int, rows: Rows) -> tuple[Tensor, Te
             z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, problem.softcap, problem.scale,
             sums.maximum, sums.excess, sums.target_logit, sum_others, slope, others_RD, exp_z,
         )  # fmt: skip
-        multiply(exp_z, weight_tile, out=others_RD, accumulate=True)
+        multiply(exp_z, weight_tile, out=others_RD, accumulate=True, rounded_to=problem.gradient_dtype)
     target_RD = problem.weight_rows(rows.target_R.clamp(0, problem.vocab - 1)).to(torch.float32)
     grad_rows = target_RD.mul_((slope * sum_others).unsqueeze(1)).sub_(others_RD).div_(1 + sums.excess.unsqueeze(1))
     return sums.finish(problem.group, problem.vocab).logprob, grad_rows

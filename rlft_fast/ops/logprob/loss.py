@@ -125,12 +125,13 @@ class _ThreadTiles:
         return sums.finish(self.problem.group, self.problem.vocab)
 
     def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, stats: Stats, upstream: _Upstream) -> None:
-        d_logprob, d_entropy, _ = upstream
+        d_logprob, d_entropy, d_ids = upstream
         grad_rows = torch.empty_like(rows.hidden_RD) if self.grads.hidden.numel() else None
         unseen = seen_rows(d_logprob, d_entropy).logical_not()
         if unseen.any():  # 0 * nan of a row that the loss does not see must not reach dweight
             rows = rows._replace(hidden_RD=rows.hidden_RD.masked_fill(unseen.unsqueeze(1), 0))
-        with sums_in_float32(rows.hidden_RD):
+        # What the ids add later cancels most of a logit's gradient: the gradient must not be rounded before.
+        with sums_in_float32(rows.hidden_RD, self.problem.gradient_dtype if d_ids is None else None):
             torch.ops.rlft_fast.logprob_chunk_grad_(
                 *self._arguments(rows), stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy,
                 grad_rows, *self.sums, chunk.rows.start > 0, **self.options,

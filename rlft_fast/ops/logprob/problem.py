@@ -91,6 +91,12 @@ class Problem:
         return operand_dtype(self.dtype, self.device_type)
 
     @property
+    def gradient_dtype(self) -> torch.dtype:
+        """To which dlogits may be rounded before they are multiplied: float32 where a gradient has float32's digits."""
+        are_narrow = self.hidden_TD.dtype == self.trained.dtype == self.dtype
+        return self.dtype if are_narrow else torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def is_plain(self) -> bool:
         """Whether the softmax sees the logits as they are, at most multiplied by a number."""
         return self.bias_V is None and self.softcap == 0 and self.threshold_T is None
@@ -176,7 +182,7 @@ class Problem:
 
     def write_logits(self, hidden_RD: Tensor, weight_CD: Tensor, out: Tensor) -> None:
         """``out = hidden @ weight.T`` of rows that `rows` and `weight_rows` have rounded to ``dtype``."""
-        multiply(hidden_RD, weight_CD.T, out, held_in=self.dtype)
+        multiply(hidden_RD, weight_CD.T, out, rounded_to=self.dtype)
 
     def tiles(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Slices of the vocabulary with their weight rows and bias, in the dtype that GEMMs multiply in."""

@@ -275,9 +275,9 @@ def _add_gradients(
                 problem.write_logits(rows.hidden_RD, weight, out=z)
             _to_gradients_(problem, factors, (z, dz), tile.start, bias)
         if grad_rows is not None:
-            multiply(dz, weight, out=grad_rows, accumulate=True)
+            multiply(dz, weight, out=grad_rows, accumulate=True, rounded_to=problem.gradient_dtype)
         if grads.weight.numel():
-            multiply(dz.T, factor, out=grads.weight[tile])
+            multiply(dz.T, factor, out=grads.weight[tile], rounded_to=problem.gradient_dtype)
         if grads.bias.numel():
             grads.bias[tile] = dz.sum(0, dtype=torch.float32)
     return grad_rows

@@ -55,18 +55,20 @@ def operand_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     return torch.float32 if device_type == "cpu" else dtype
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False, held_in: torch.dtype | None = None) -> None:
+def multiply(
+    a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False, rounded_to: torch.dtype | None = None
+) -> None:
     """``out (+)= a @ b``, summed in float32. What is accumulated is float32 or of the operands' dtype.
 
-    ``held_in`` is a narrower dtype that holds the operands' values, see `sums_in_float32`.
+    Operands may be rounded to ``rounded_to``, see `sums_in_float32`.
     """
-    with sums_in_float32(a, held_in):
+    with sums_in_float32(a, rounded_to):
         if out.dtype == a.dtype:
             torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
         elif out.dtype != torch.float32:  # rounded once, from a sum in float32
             assert not accumulate
             total = torch.empty_like(out, dtype=torch.float32)
-            multiply(a, b, out=total, held_in=held_in)
+            multiply(a, b, out=total, rounded_to=rounded_to)
             out.copy_(total)
         elif accumulate:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
