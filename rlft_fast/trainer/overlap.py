@@ -3,14 +3,20 @@
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 from rlft_fast.rollout import RolloutError
 from rlft_fast.trainer.schedule import Schedule
+from rlft_fast.world import STOP, DaemonThreads
 
 T = TypeVar("T")
 _NAMED_AFTER_S = 30.0
+_JOINED_WITHIN_S = 10.0
+
+
+class StuckError(RolloutError):
+    """The samples of a step did not come in time."""
 
 
 class Overlap(Generic[T]):
@@ -25,25 +31,29 @@ class Overlap(Generic[T]):
         collect: collects a step, in a thread. It must not start a generator again.
         renew: gives the generator the weights of now, and starts it again if it has ended.
         name: of the generator, in messages.
+        longest_wait_s: a wait for one step's samples that takes longer is an error. No later wait is begun then.
         named_after_s: a wait for samples is told every so many seconds.
     """
 
     def __init__(
         self, schedule: Schedule, ready: Mapping[int, T], collect: Callable[[int], T], renew: Callable[[], None],
-        name: str, named_after_s: float = _NAMED_AFTER_S,
+        name: str, longest_wait_s: float, named_after_s: float = _NAMED_AFTER_S,
     ) -> None:  # fmt: skip
         self.schedule, self.collect, self.renew = schedule, collect, renew
-        self.name, self.named_after_s = name, named_after_s
+        self.name, self.longest_wait_s, self.named_after_s = name, longest_wait_s, named_after_s
         self._running: dict[int, Future[T]] = {}
         self._ready = {**ready}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self._threads = DaemonThreads(1, "rollout")
+        self._is_stuck = False
 
     def take(self) -> T:
         """The samples of the step to be trained next. The steps that may run beside its update are started before.
 
         Raises:
             RolloutError: the generator failed, was started again, and failed again; or it cannot sample at all.
+            StuckError: the samples did not come in time.
             StepError: another part of collecting the step failed.
+            LeftEarlyError: a signal ended the wait, see `StopRequest.alone`.
         """
         has_failed = False
         self._start()
@@ -70,28 +80,37 @@ class Overlap(Generic[T]):
         self.schedule.train()
 
     def drain(self) -> None:
-        """Returns when nothing is being collected. A failure is raised when its step is taken."""
+        """Returns when nothing is being collected. A failure is raised when its step is taken.
+
+        Raises:
+            StuckError: see `take`.
+            LeftEarlyError: see `take`.
+        """
         for step in self._running:
             self._wait_for(step)
 
     def ready(self, *, waits: bool = True) -> dict[int, T]:
         """The samples of the steps that are collected and not trained, after `drain` if it ``waits``."""
-        if waits:
+        if waits and not self._is_stuck:
             self.drain()
         for step in [step for step, x in self._running.items() if x.done() and x.exception() is None]:
             self._finish(step)
         return {step: self._ready[step] for step in sorted(self._ready)}
 
     def close(self) -> None:
-        """Starts no more steps. It does not wait for the step that is being collected."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Starts no more steps, and forgets the step that is being collected."""
+        self._threads.close()
+
+    def join(self) -> None:
+        """After `close` and the end of the generator: waits some seconds for the thread."""
+        self._threads.join(_JOINED_WITHIN_S)
 
     def _start(self) -> None:
         if self.schedule.wants_weights:
             self.renew()
             self.schedule.renew()
         for step in self.schedule.start():
-            self._running[step] = self._thread.submit(self.collect, step)
+            self._running[step] = self._threads.submit(self.collect, step)
 
     def _finish(self, step: int) -> None:
         self._ready[step] = self._running.pop(step).result()
@@ -106,9 +125,18 @@ class Overlap(Generic[T]):
 
     def _wait_for(self, step: int) -> None:
         started = time.monotonic()
-        while wait([self._running[step]], timeout=self.named_after_s).not_done:
+        while (left_s := started + self.longest_wait_s - time.monotonic()) > 0:
+            with STOP.alone():
+                waited = wait([self._running[step]], timeout=min(self.named_after_s, left_s))
+            if waited.done:
+                return
             warnings.warn(
                 f"training has waited {time.monotonic() - started:.0f} s for the samples of step {step + 1}: "
                 f"{self.name} or a reward function is slow, or stuck",
                 stacklevel=3,
             )
+        self._is_stuck = True
+        raise StuckError(
+            f"the samples of step {step + 1} did not come within {self.longest_wait_s:.0f} s: {self.name} or a reward "
+            "function is stuck. If a step may take longer, raise timeout_minutes"
+        )

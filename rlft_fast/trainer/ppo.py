@@ -49,7 +49,7 @@ from rlft_fast.trainer.models import build_models, notes_on
 from rlft_fast.trainer.overlap import Overlap
 from rlft_fast.trainer.prompts import ImageError, overlong_notes
 from rlft_fast.trainer.schedule import Schedule
-from rlft_fast.world import World, init_distributed
+from rlft_fast.world import STOP, LeftEarlyError, World, init_distributed
 
 _SHOWN_EXAMPLES = 3
 _AHEAD = "ahead."  # of the names of tensors in a checkpoint; then step, ".", name
@@ -184,7 +184,7 @@ class PPOTrainer:
         if self.overlap is None:
             self.overlap = self._begin_to_overlap(step, first_prompt)
         assert self.overlap.schedule.trained == step
-        with self.phases.timed("wait"):
+        with self.phases.timed("wait"), _leaving_together(self.world):
             collected = self.overlap.take()
         for name, seconds in collected.seconds.items():
             self.phases.seconds[name] = seconds
@@ -207,8 +207,10 @@ class PPOTrainer:
 
         kept = {step: collector.of_tensors(step, number(step), own) for step, own in _by_step(self._kept).items()}
         ready = {step: collected for step, collected in kept.items() if collected is not None}
+        self._kept = {}
         schedule = Schedule(self.config.rollout.max_staleness, self.config.steps, first_step, ready)
-        return Overlap(schedule, ready, collect, self._sync, rollout.generator.name)
+        longest_wait_s = 60 * self.config.timeout_minutes
+        return Overlap(schedule, ready, collect, self._sync, rollout.generator.name, longest_wait_s)
 
     def _sync(self) -> None:
         """Gives the generator the weights of now."""
@@ -279,7 +281,8 @@ class PPOTrainer:
         """The numbers of the held-out sets, see `evaluate_sets`."""
         judge = self.evaluation_judge or self.judge
         if self.overlap is not None:
-            self.overlap.drain()
+            with _leaving_together(self.world):
+                self.overlap.drain()
             self._sync()
         metrics, samples = evaluate_sets(self.config, self.held_out, judge, self.collector.answer)
         first = next(iter(samples.values()))
@@ -337,9 +340,21 @@ class PPOTrainer:
 
     def close(self) -> None:
         """Ends the worker processes of reward functions and environments, and the generator."""
-        with contextlib.ExitStack() as stack:  # each, also if one of them fails
+        with contextlib.ExitStack() as stack:  # each, also if one of them fails; the last comes first
+            if self.overlap is not None:
+                stack.callback(self.overlap.join)
             for part in filter(None, (self.models, self.evaluation_judge, self.judge, self.player, self.overlap)):
                 stack.callback(part.close)
+
+
+@contextlib.contextmanager
+def _leaving_together(world: World) -> Iterator[None]:
+    """Around a wait that a signal may end: the run stops then."""
+    try:
+        yield
+    except LeftEarlyError:
+        STOP.leave_together(world)
+        raise
 
 
 def _by_step(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 world            `World`: rank, size, device, and the collectives that trainers need
 process_group    joining torch's process group and leaving it
 stopping         signals that ask a run to stop, and the places where all ranks leave a step together
+threads          threads for calls that may hang
 peak             the peak of this process's memory
 failures         after a rank has died, the other ranks name it
 """
@@ -16,11 +17,13 @@ from rlft_fast.world.process_group import (
     leaving_process_group,
 )
 from rlft_fast.world.stopping import STOP, LeftEarlyError, write_at_once
+from rlft_fast.world.threads import DaemonThreads
 from rlft_fast.world.world import RAISED_BY, World, accumulate, collective_timeout, forked_rng
 
 __all__ = [
     "RAISED_BY",
     "STOP",
+    "DaemonThreads",
     "LeftEarlyError",
     "PeakMemory",
     "World",

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 import rlft_fast.trainer.models
+import rlft_fast.trainer.overlap
 from rlft_fast.config import Config
 from rlft_fast.rollout import RolloutError
 from rlft_fast.trainer import train
@@ -106,11 +107,30 @@ def test_a_failed_generator_is_started_again_between_updates(overlapped):
 def test_a_wait_is_told():
     """Of what, and for how long: a generator that is stuck does not stop a run in silence."""
     release = threading.Event()
-    overlap = Overlap(Schedule(1, 3), {}, lambda step: release.wait(), lambda: None, "vLLM", named_after_s=0.01)
+    overlap = Overlap(Schedule(1, 3), {}, lambda step: release.wait(), lambda: None, "vLLM", 60, named_after_s=0.01)
     threading.Timer(0.1, release.set).start()
     with pytest.warns(UserWarning, match="has waited 0 s for the samples of step 1: vLLM or a reward function is slow"):
         assert overlap.take()
     overlap.close()
+    overlap.join()
+    assert not any(thread.name == "rollout" for thread in threading.enumerate())
+
+
+@pytest.mark.filterwarnings("ignore:training has waited")
+def test_a_stuck_generator_ends_the_run(overlapped, tmp_path, monkeypatch):
+    """With what is known, after timeout_minutes. Nothing waits for its thread."""
+    monkeypatch.setattr(rlft_fast.trainer.overlap, "_JOINED_WITHIN_S", 0.01)
+    release = threading.Event()
+    stuck = lambda number: float(number == 2 and release.wait())  # noqa: E731
+    try:
+        with pytest.raises(RolloutError, match="samples of step 3 did not come within 1 s: the copy or a reward funct"):
+            overlapped("stuck", 1, stuck, steps=4, timeout_minutes=0.02)
+        assert [thread.daemon for thread in threading.enumerate() if thread.name == "rollout"] == [True]
+        assert (tmp_path / "stuck/run/checkpoints/step_00000002").is_dir()
+    finally:
+        release.set()
+        for thread in [thread for thread in threading.enumerate() if thread.name == "rollout"]:
+            thread.join(30)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import resource
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ from rlft_fast.rollout.vllm.requests import answer_fitting, completion_of, reque
 from rlft_fast.rollout.vllm.scheduling import Patience, ServerError, ServerPool, from_place_of
 from rlft_fast.rollout.vllm.server import GENERATE, VLLMServer, token_from_environment, weight_backend
 from rlft_fast.rollout.vllm.weight_sender import send_weights
-from rlft_fast.world import World
+from rlft_fast.world import DaemonThreads, World
 
 _HEALTH_EVERY_S = 5.0
 _SILENT_S = 600.0  # of a server that is asked and sends nothing
@@ -376,16 +376,19 @@ def _run_beside(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
         await main()
 
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(asyncio.run, cancellable())
-        try:
-            running.result()
-        except BaseException:
-            if not running.done():
-                loop, task = started.result()
-                assert task is not None
-                loop.call_soon_threadsafe(task.cancel)
-            raise
+    thread = DaemonThreads(1, "servers")
+    running = thread.submit(asyncio.run, cancellable())
+    try:
+        running.result()
+    except BaseException:
+        if not running.done():
+            loop, task = started.result()
+            assert task is not None
+            loop.call_soon_threadsafe(task.cancel)
+            wait([running])
+        raise
+    finally:
+        thread.close()
 
 
 def _allow_many_connections() -> None:

@@ -250,20 +250,25 @@ def test_a_lost_server_loses_no_sample(served):
     run_distributed(two_ranks, 2, served.model, served.urls)  # with the new servers
 
 
-def test_a_run(served, tmp_path):
-    """Two processes of torchrun; the servers are named in a file."""
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run(max_staleness, served, tmp_path):
+    """Two processes of torchrun, and one that trains beside the sampling; the servers are named in a file."""
     names = tmp_path / "servers"
     names.write_text("# of the tests\n" + "\n".join(served.urls) + "\n")
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"]
     command = [
-        str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m", "rlft_fast", "train",
+        *([sys.executable, "-m"] if max_staleness else torchrun), "rlft_fast", "train",
         str(served.config), "--output_dir", str(tmp_path / "run"), "--rollout.servers", json.dumps([str(names)]),
-        "--rollout.max_prompt_tokens", "8", "--rollout.max_new_tokens", "6",
+        "--rollout.max_prompt_tokens", "8", "--rollout.max_new_tokens", "6", "--steps", "4",
+        "--rollout.max_staleness", str(max_staleness),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [row["mismatch_max"] < 1e-3 for row in rows] == [True, True]
+    staleness = [row.get("staleness_max", 0) for row in rows]
+    assert staleness == ([0, 1, 2, 1] if max_staleness else 4 * [0])
+    assert [row["mismatch_max"] < 1e-3 for row in rows] == [number == 0 for number in staleness]
     assert TOKEN not in (tmp_path / "run" / "config.yaml").read_text()
 
 
