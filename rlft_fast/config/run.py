@@ -209,7 +209,6 @@ class Config(RunConfig):
             return
         refused = {
             "a cluster section": (self.cluster is not None, "its workers ask the generators and train in turn"),
-            "an environment": (self.environment is not None, "episodes are played in the process that trains"),
             "a reward model": (bool(self.reward.model_parts), "it scores in the process that trains"),
             "algorithm.max_refills": (self.algorithm.max_refills > 0, "the number of prompts of a step is not known "
                                       "before it is sampled"),

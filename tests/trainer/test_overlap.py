@@ -140,7 +140,6 @@ def test_a_stuck_generator_ends_the_run(overlapped, tmp_path, monkeypatch):
         ({"rollout__vllm": {}}, "vllm generates in the process that trains: set backend to vllm with vllm.process"),
         ({"algorithm__curriculum": 0.5}, "cannot go with algorithm.curriculum: it draws by the rewards"),
         ({"algorithm__max_refills": 1, "algorithm__skip_equal_groups": True}, "cannot go with algorithm.max_refills"),
-        ({"environment": {"name": "x:y"}, "data__chat": True}, "cannot go with an environment"),
         ({"reward__model": "somewhere"}, "cannot go with a reward model"),
         ({"cluster": {}}, "cannot go with a cluster section"),
     ],

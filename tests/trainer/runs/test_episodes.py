@@ -2,13 +2,17 @@
 
 import json
 import math
+import os
 import random
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import rlft_fast.trainer.models
 from rlft_fast.config import Config
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import Completion, to_samples
@@ -16,6 +20,7 @@ from rlft_fast.trainer import train
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.prompts import load_prompts
 from rlft_fast.world import World
+from tests.support.copied_generator import copied_rollout
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.support.vllm_rollouts import HEADS, SMALL, needs_vllm
@@ -95,6 +100,30 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
     train(config("cut", steps=1))
     train(config("cut"), resume=True)
     assert comparable(tmp_path / "cut") == comparable(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_episodes_are_played_while_the_policy_trains(config, tmp_path, monkeypatch):
+    """Slow calls of the generator change no number, nor does going on from a checkpoint with the episodes in it."""
+
+    def run(name: str, seconds: Callable[[int], float], **options: Any) -> None:
+        build = lambda engine, *_: copied_rollout(engine, seconds)  # noqa: E731
+        monkeypatch.setattr(rlft_fast.trainer.models, "build_rollout", build)
+        separate = {"rollout__backend": "vllm", "rollout__vllm": {"process": "separate"}, "rollout__max_staleness": 2}
+        train(config(name, steps=4, algorithm__kl_coef=0.0, **separate), **options)
+
+    def stopping(number: int) -> float:
+        if number == 4:  # while the episodes of the second step are played
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 0.01
+
+    run("whole", lambda number: 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", stopping)
+    assert len(read_lines(tmp_path / "cut/metrics.jsonl")) < 4
+    run("cut", lambda number: (0.02, 0.0)[number % 2], resume=True)
+    assert comparable(tmp_path / "cut") == comparable(tmp_path / "whole")
+    assert [line["staleness_max"] for line in read_lines(tmp_path / "whole/metrics.jsonl")] == [0, 1, 2, 1]
 
 
 def on_two_processes(rank: int, values: dict[str, Any]) -> None:
