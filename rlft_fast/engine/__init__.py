@@ -6,6 +6,7 @@ with needing_train():
     from rlft_fast.engine.checkpoint import (
         CheckpointError,
         CheckpointManager,
+        HubRepository,
         Loaded,
         export_hf,
         export_run,
@@ -34,6 +35,7 @@ __all__ = [
     "EngineFacts",
     "FSDPEngine",
     "Future",
+    "HubRepository",
     "Loaded",
     "Loss",
     "ModelFlops",

@@ -6,11 +6,13 @@ manifest    the description of a checkpoint: files with checksums, models with s
 storage     tensors on disk: each process writes its own parts, any number of processes reads them
 partial     a part of a checkpoint, such as its weights alone
 export      a Hugging Face folder of a policy or critic
+hub         an export as a repository of the Hub
 adapter     the files of an adapter of PEFT
 start       weights to start from, whichever of these has them
 """
 
 from rlft_fast.engine.checkpoint.export import export_hf, export_run, remove_export, require_exportable
+from rlft_fast.engine.checkpoint.hub import HubRepository
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager, step_of
 from rlft_fast.engine.checkpoint.partial import Loaded
 from rlft_fast.engine.checkpoint.start import find_start, load_start, start_checksum
@@ -18,6 +20,7 @@ from rlft_fast.engine.checkpoint.start import find_start, load_start, start_chec
 __all__ = [
     "CheckpointError",
     "CheckpointManager",
+    "HubRepository",
     "Loaded",
     "export_hf",
     "export_run",

@@ -47,7 +47,7 @@ _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.spm", "*.tiktoken", "*.co
 # An index of other weights, adapters, and what HF `Trainer` leaves.
 _LEFT_OUT = ("*.index.json", "*.safetensors*", "adapter_*", "trainer_state.json", "*_results.json")
 _CHAT_TEMPLATES = "additional_chat_templates"
-_OWN_FILES = ".export.json"  # lists the files that an export has written; the first file of an unfinished folder
+OWN_FILES = ".export.json"  # lists the files that an export has written; the first file of an unfinished folder
 _LOCK = ".lock"
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -143,7 +143,7 @@ def _begin_adapter(config: dict[str, Any], shards: "_ShardWriter", dtype: Dtype 
     """As `_begin`, for adapters alone, which are kept in float32."""
     _clear(shards.folder)
     shards.folder.mkdir(parents=True)
-    write_text(shards.folder / _OWN_FILES, "{}\n")
+    write_text(shards.folder / OWN_FILES, "{}\n")
     shards.dtype = getattr(torch, dtype or "float32")
     write_text(shards.folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
@@ -197,8 +197,8 @@ class _ShardWriter:
 def _copy_model_files(source: Path, target: Path) -> None:
     _clear(target)
     target.mkdir(parents=True)
-    write_text(target / _OWN_FILES, "{}\n")
-    copied = [path for path in source.iterdir() if _is(path, _COPIED) and not _is(path, (*_LEFT_OUT, _OWN_FILES))]
+    write_text(target / OWN_FILES, "{}\n")
+    copied = [path for path in source.iterdir() if _is(path, _COPIED) and not _is(path, (*_LEFT_OUT, OWN_FILES))]
     for path in (*copied, *(source / _CHAT_TEMPLATES).glob("*.jinja")):
         if path.is_file() and not is_apple_double(path):
             copy = target / path.relative_to(source)
@@ -254,7 +254,7 @@ def require_exportable(output: Path) -> None:
 
 
 def _require_own(temporary: Path) -> None:
-    is_own = temporary.is_dir() and ((temporary / _OWN_FILES).is_file() or not any(temporary.iterdir()))
+    is_own = temporary.is_dir() and ((temporary / OWN_FILES).is_file() or not any(temporary.iterdir()))
     if os.path.lexists(temporary) and (temporary.is_symlink() or not is_own):
         raise ValueError(f"{temporary}, where an export writes first, is not an export's: move it away, or delete it")
 
@@ -267,31 +267,31 @@ def _clear(temporary: Path) -> None:
 
 def _keep_others_files(output: Path, temporary: Path) -> None:
     """Copies files that no export has written from the old folder to the new one, and lists this export's own files."""
-    own = {path.name for path in temporary.iterdir()} | {_OWN_FILES}
+    own = {path.name for path in temporary.iterdir()} | {OWN_FILES}
     earlier = _exported(output)
     for path in output.iterdir() if output.is_dir() else []:
         if path.name not in own | earlier:
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, temporary / path.name)
-    write_text(temporary / _OWN_FILES, json.dumps({"files": sorted(own)}) + "\n")
+    write_text(temporary / OWN_FILES, json.dumps({"files": sorted(own)}) + "\n")
 
 
 def _exported(folder: Path) -> set[str]:
     """Names of what an export has written into the folder."""
     try:
-        return {str(name) for name in json.loads((folder / _OWN_FILES).read_text(encoding="utf-8"))["files"]}
+        return {str(name) for name in json.loads((folder / OWN_FILES).read_text(encoding="utf-8"))["files"]}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # older versions wrote no list
         return {path.name for path in folder.glob("model*.safetensors*")}
 
 
 def remove_export(folder: Path) -> None:
     """Removes what an export has written into a folder, and the folder if nothing is left in it. A link stays."""
-    if not (folder / _OWN_FILES).is_file():
+    if not (folder / OWN_FILES).is_file():
         return
     found = {path.name: path for path in folder.iterdir()}
-    for name in sorted(_exported(folder) & found.keys() - {_OWN_FILES}):
+    for name in sorted(_exported(folder) & found.keys() - {OWN_FILES}):
         is_folder = found[name].is_dir() and not found[name].is_symlink()
         shutil.rmtree(found[name]) if is_folder else found[name].unlink()
-    (folder / _OWN_FILES).unlink()
+    (folder / OWN_FILES).unlink()
     if not folder.is_symlink() and not any(folder.iterdir()):
         folder.rmdir()
 
