@@ -59,4 +59,6 @@ class HubRepository:
             raise self._refused(error) from error
 
     def _refused(self, error: Exception) -> RunError:
-        return RunError(f"the Hub does not take {self.name}: {brief(error).rstrip('. ')}. See hf auth login, and HF_TOKEN")
+        return RunError(
+            f"the Hub does not take {self.name}: {brief(error).rstrip('. ')}. See hf auth login, and HF_TOKEN"
+        )

@@ -52,7 +52,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"url": f"{self._address}/{name}"}, 200 if is_new else 409)  # as the Hub does
         elif "/preupload/" in self.path:
             asked = json.loads(body)["files"]
-            self._answer({"files": [{"path": x["path"], "uploadMode": "regular", "shouldIgnore": False} for x in asked]})
+            self._answer(
+                {"files": [{"path": x["path"], "uploadMode": "regular", "shouldIgnore": False} for x in asked]}
+            )
         elif "/commit/" in self.path:
             self._commit("/".join(self.path.split("/")[3:5]), [json.loads(line) for line in body.splitlines()])
 
