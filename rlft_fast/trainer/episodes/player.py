@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -11,118 +11,23 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import EnvironmentConfig
-from rlft_fast.data import Samples, cat_supports
+from rlft_fast.data import Samples
 from rlft_fast.envs import EnvironmentPool, Failed
 from rlft_fast.errors import brief
 from rlft_fast.rollout import (
     Completion,
-    Request,
     RequestError,
     Rollout,
     SamplingParams,
     Seeds,
-    Span,
     draw_seeds,
-    seed_of,
-    to_samples,
     without_refusals,
 )
 from rlft_fast.trainer.episodes.calls import Parsed, parse, text_of
+from rlft_fast.trainer.episodes.episode import Episode, samples_of
 from rlft_fast.trainer.episodes.suffix import Suffix, choose_suffixes
-from rlft_fast.trainer.prompts import Conversation, Message, Prompts, name_rows
+from rlft_fast.trainer.prompts import Message, Prompts, name_rows
 from rlft_fast.world import World
-
-PART = "environment"
-"""Name of the environment's reward among the parts of a reward."""
-
-
-@dataclass(slots=True)
-class _Episode:
-    """One episode. Its completion has the tokens of the policy and of the environment, in turn."""
-
-    row: int
-    number: int  # of the environment
-    prompt: list[int]
-    conversation: Conversation  # all messages so far
-    seed: int
-    max_tokens: int
-    has_support: bool  # whether tokens are sampled among some of the vocabulary
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    is_sampled: list[bool] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    supports: list[torch.Tensor] = field(default_factory=list)
-    reward: float = 0.0
-    ends: list[int] = field(default_factory=list)  # for each turn the place behind its last token
-    turn_rewards: list[float] = field(default_factory=list)
-    calls: int = 0
-    failed_calls: int = 0
-    is_thinking: bool = False  # the next reply begins within a thought
-    stopped: bool = False  # by itself, not by a limit of tokens
-    running: bool = True
-    failure: str | None = None  # an episode that failed has no reward
-
-    @property
-    def turns(self) -> int:
-        """Replies of the policy's so far."""
-        return len(self.ends)
-
-    @property
-    def left(self) -> int:
-        """Tokens that the completion may still have."""
-        return self.max_tokens - len(self.token_ids)
-
-    def request(self) -> Request:
-        """For the next turn, whose draws depend on the episode's seed and the number of the turn alone."""
-        seed = seed_of(self.seed, self.turns) if self.turns else self.seed
-        return Request(row=self.row, token_ids=[*self.prompt, *self.token_ids], seed=seed, max_new_tokens=self.left)
-
-    def add_sampled(self, reply: Completion) -> None:
-        """Appends a reply of the policy's."""
-        self._add(reply.token_ids, reply.logprobs, is_sampled=True)
-        self.spans += reply.spans or [Span(len(reply.token_ids), 0)]
-        if reply.support is not None:
-            self.supports.append(reply.support)
-        self.ends.append(len(self.token_ids))
-        self.turn_rewards.append(0.0)
-
-    def add_given(self, suffix: Suffix) -> None:
-        """Appends tokens of the environment or the template."""
-        token_ids, self.is_thinking = suffix
-        self._add(token_ids, [0.0] * len(token_ids), is_sampled=False)
-        version = self.spans[-1].weight_version if self.spans else 0
-        self.spans.append(Span(len(token_ids), version))
-        if self.has_support:
-            self.supports.append(torch.full((len(token_ids), 1), -1, dtype=torch.int32))
-
-    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_sampled: bool) -> None:
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        self.is_sampled += [is_sampled] * len(token_ids)
-
-    def earn(self, reward: float | None) -> None:
-        """Adds to the reward of the episode, and of its last turn."""
-        self.reward += reward or 0.0
-        if self.turn_rewards:
-            self.turn_rewards[-1] += reward or 0.0
-
-    def rewards(self) -> list[float]:
-        """Of each token: at the last token of a turn the reward of the turn, else 0."""
-        rewards = [0.0] * len(self.token_ids)
-        for end, reward in zip(self.ends, self.turn_rewards, strict=True):
-            rewards[end - 1] = reward
-        return rewards
-
-    def fail(self, reason: str) -> None:
-        """The episode has no reward, and is left out of the learning."""
-        self.running, self.failure = False, reason
-
-    def completion(self) -> Completion:
-        """All tokens."""
-        none = torch.empty(0, 1, dtype=torch.int32)  # an episode may fail before its first token
-        support = cat_supports([none, *self.supports]) if self.has_support else None
-        reason = "stop" if self.stopped else "length"
-        return Completion(self.token_ids, self.logprobs, reason, tuple(self.spans), support, self.is_sampled)
 
 
 class EpisodePlayer:
@@ -224,7 +129,7 @@ class EpisodePlayer:
             replies = world.together(partial(without_refusals, answers), RequestError)
             world.together(partial(self._turn, running, replies), Exception)
         world.together(partial(self._end, episodes), Exception)
-        return _to_samples(episodes)
+        return samples_of(episodes)
 
     def turns(self, samples: Samples) -> list[list[dict[str, Any]]]:
         """What was said in each sample, as texts.
@@ -253,11 +158,11 @@ class EpisodePlayer:
         """Ends all environments."""
         self.pool.close()
 
-    def _begin(self, prompts: Prompts, params: SamplingParams, seeds: Seeds) -> list[_Episode]:
+    def _begin(self, prompts: Prompts, params: SamplingParams, seeds: Seeds) -> list[Episode]:
         rows = [(row, seed) for row, own in enumerate(seeds) for seed in own]
         numbers = self.pool.open(len(rows))
         episodes = [
-            _Episode(
+            Episode(
                 row=row, number=number, prompt=prompts.token_ids[row], conversation=prompts.conversations[row],
                 seed=seed, max_tokens=params.max_new_tokens, has_support=params.support_size is not None,
             )
@@ -281,7 +186,7 @@ class EpisodePlayer:
                 episode.conversation = self._suffixes.opened(episode.conversation, messages)
         return episodes
 
-    def _turn(self, episodes: Sequence[_Episode], replies: Sequence[Completion]) -> None:
+    def _turn(self, episodes: Sequence[Episode], replies: Sequence[Completion]) -> None:
         """Takes a reply in each episode, asks the environments, and adds what they answer."""
         said: dict[int, tuple[str, Parsed]] = {}
         for episode, reply in zip(episodes, replies, strict=True):
@@ -300,7 +205,7 @@ class EpisodePlayer:
             if episode.number in said:
                 self._answer(episode, *said[episode.number], answers.get(episode.number))
 
-    def _answer(self, episode: _Episode, text: str, reply: Parsed, answer: Mapping[str, Any] | Failed | None) -> None:
+    def _answer(self, episode: Episode, text: str, reply: Parsed, answer: Mapping[str, Any] | Failed | None) -> None:
         """Adds the environment's answer to an episode; None: the reply had a call that cannot be read."""
         if isinstance(answer, Failed):
             episode.fail(answer)
@@ -323,7 +228,7 @@ class EpisodePlayer:
             episode.add_given(given)
             episode.conversation = self._suffixes.answered(conversation, self.style.said(reply, text), messages)
 
-    def _tokens(self, episode: _Episode, make: Callable[[], Suffix]) -> Suffix | None:
+    def _tokens(self, episode: Episode, make: Callable[[], Suffix]) -> Suffix | None:
         """What follows; None, and the episode has ended, where they cannot be made or have no room."""
         try:
             given = make()
@@ -335,7 +240,7 @@ class EpisodePlayer:
             return None
         return given
 
-    def _end(self, episodes: Sequence[_Episode]) -> None:
+    def _end(self, episodes: Sequence[Episode]) -> None:
         """Ends the environments, and takes the rewards of whole episodes."""
         ended = self.pool.end([episode.number for episode in episodes])
         for episode in episodes:
@@ -347,7 +252,7 @@ class EpisodePlayer:
                 stacklevel=2,
             )
 
-    def _take_end(self, episode: _Episode, answer: Mapping[str, Any] | Failed | None) -> None:
+    def _take_end(self, episode: Episode, answer: Mapping[str, Any] | Failed | None) -> None:
         if isinstance(answer, Failed):
             episode.fail(answer)
         elif answer is not None:
@@ -356,19 +261,3 @@ class EpisodePlayer:
     def _text(self, reply: Completion) -> str:
         ids = reply.token_ids
         return text_of(self.tokenizer, ids[:-1] if ids and ids[-1] in self._ends else ids, self.style.form)
-
-
-def _to_samples(episodes: Sequence[_Episode]) -> Samples:
-    samples = to_samples([(episode.row, episode.completion()) for episode in episodes])
-    rewards = [episode.reward if episode.failure is None else torch.nan for episode in episodes]
-    counts = {
-        "turns": [e.turns for e in episodes],
-        "tool_calls": [e.calls for e in episodes],
-        "failed_tool_calls": [e.failed_calls for e in episodes],
-        "environment_failed": [e.failure is not None for e in episodes],
-    }
-    return samples.replace(
-        reward_T=torch.tensor([x for episode in episodes for x in episode.rewards()], dtype=torch.float64),
-        parts={PART: torch.tensor(rewards, dtype=torch.float64)},
-        counts={name: torch.tensor(own, dtype=torch.float64) for name, own in counts.items()},
-    )

@@ -1,0 +1,120 @@
+"""One episode while it is played: its tokens, its turns and how it ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rlft_fast.data import Samples, cat_supports
+from rlft_fast.rollout import Completion, Request, Span, seed_of, to_samples
+from rlft_fast.trainer.episodes.suffix import Suffix
+from rlft_fast.trainer.prompts import Conversation
+
+PART = "environment"
+"""Name of the environment's reward among the parts of a reward."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """One episode. Its completion has the tokens of the policy and of the environment, in turn."""
+
+    row: int
+    number: int  # of the environment
+    prompt: list[int]
+    conversation: Conversation  # all messages so far
+    seed: int
+    max_tokens: int
+    has_support: bool  # whether tokens are sampled among some of the vocabulary
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    supports: list[torch.Tensor] = field(default_factory=list)
+    reward: float = 0.0
+    ends: list[int] = field(default_factory=list)  # for each turn the place behind its last token
+    turn_rewards: list[float] = field(default_factory=list)
+    calls: int = 0
+    failed_calls: int = 0
+    is_thinking: bool = False  # the next reply begins within a thought
+    stopped: bool = False  # by itself, not by a limit of tokens
+    running: bool = True
+    failure: str | None = None  # an episode that failed has no reward
+
+    @property
+    def turns(self) -> int:
+        """Replies of the policy's so far."""
+        return len(self.ends)
+
+    @property
+    def left(self) -> int:
+        """Tokens that the completion may still have."""
+        return self.max_tokens - len(self.token_ids)
+
+    def request(self) -> Request:
+        """For the next turn, whose draws depend on the episode's seed and the number of the turn alone."""
+        seed = seed_of(self.seed, self.turns) if self.turns else self.seed
+        return Request(row=self.row, token_ids=[*self.prompt, *self.token_ids], seed=seed, max_new_tokens=self.left)
+
+    def add_sampled(self, reply: Completion) -> None:
+        """Appends a reply of the policy's."""
+        self._add(reply.token_ids, reply.logprobs, is_sampled=True)
+        self.spans += reply.spans or [Span(len(reply.token_ids), 0)]
+        if reply.support is not None:
+            self.supports.append(reply.support)
+        self.ends.append(len(self.token_ids))
+        self.turn_rewards.append(0.0)
+
+    def add_given(self, suffix: Suffix) -> None:
+        """Appends tokens of the environment or the template."""
+        token_ids, self.is_thinking = suffix
+        self._add(token_ids, [0.0] * len(token_ids), is_sampled=False)
+        version = self.spans[-1].weight_version if self.spans else 0
+        self.spans.append(Span(len(token_ids), version))
+        if self.has_support:
+            self.supports.append(torch.full((len(token_ids), 1), -1, dtype=torch.int32))
+
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_sampled: bool) -> None:
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.is_sampled += [is_sampled] * len(token_ids)
+
+    def earn(self, reward: float | None) -> None:
+        """Adds to the reward of the episode, and of its last turn."""
+        self.reward += reward or 0.0
+        if self.turn_rewards:
+            self.turn_rewards[-1] += reward or 0.0
+
+    def rewards(self) -> list[float]:
+        """Of each token: at the last token of a turn the reward of the turn, else 0."""
+        rewards = [0.0] * len(self.token_ids)
+        for end, reward in zip(self.ends, self.turn_rewards, strict=True):
+            rewards[end - 1] = reward
+        return rewards
+
+    def fail(self, reason: str) -> None:
+        """The episode has no reward, and is left out of the learning."""
+        self.running, self.failure = False, reason
+
+    def completion(self) -> Completion:
+        """All tokens."""
+        none = torch.empty(0, 1, dtype=torch.int32)  # an episode may fail before its first token
+        support = cat_supports([none, *self.supports]) if self.has_support else None
+        reason = "stop" if self.stopped else "length"
+        return Completion(self.token_ids, self.logprobs, reason, tuple(self.spans), support, self.is_sampled)
+
+
+def samples_of(episodes: Sequence[Episode]) -> Samples:
+    """One sample per episode, with the environment's reward as a part. An episode that failed has no reward."""
+    samples = to_samples([(episode.row, episode.completion()) for episode in episodes])
+    rewards = [episode.reward if episode.failure is None else torch.nan for episode in episodes]
+    counts = {
+        "turns": [e.turns for e in episodes],
+        "tool_calls": [e.calls for e in episodes],
+        "failed_tool_calls": [e.failed_calls for e in episodes],
+        "environment_failed": [e.failure is not None for e in episodes],
+    }
+    return samples.replace(
+        reward_T=torch.tensor([x for episode in episodes for x in episode.rewards()], dtype=torch.float64),
+        parts={PART: torch.tensor(rewards, dtype=torch.float64)},
+        counts={name: torch.tensor(own, dtype=torch.float64) for name, own in counts.items()},
+    )
