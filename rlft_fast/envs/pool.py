@@ -6,8 +6,9 @@ import math
 import selectors
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Self
 
 from rlft_fast.envs.server import FORK, KILL, PID, serve
 from rlft_fast.isolation import WorkerProcess
@@ -15,10 +16,26 @@ from rlft_fast.isolation import WorkerProcess
 _START_S = 120.0  # imports of the environment's module
 _LONGEST_ANSWER = 4_000_000  # bytes of a line; contents are cut to far less
 _CONTROL_S = 30.0  # a fork, or a kill
+_NO_ANSWER = "it wrote something that is no answer"
+
+
+Failure = Literal["raised", "timeout", "died", "no_answer"]
+"""How an environment fails: it raises, takes too long, its process ends, or what it writes is no answer."""
 
 
 class Failed(str):
-    """Why an episode has no answer: the environment raised, took too long, or its process ended."""
+    """Why an episode has no answer, in words.
+
+    Attributes:
+        kind: of failure.
+    """
+
+    kind: Failure
+
+    def __new__(cls, words: str, kind: Failure) -> Self:
+        own = super().__new__(cls, words)
+        own.kind = kind
+        return own
 
 
 Answer = dict[str, Any] | Failed
@@ -37,6 +54,8 @@ class EnvironmentPool:
     Attributes:
         name: for messages.
         tools: JSON schemas of the tools that the policy may call.
+        seconds: by the number of an episode, how long each of its calls took until its answer was there [s]. The reader
+            takes them out.
 
     Raises:
         ValueError: the class cannot be loaded, or is no environment.
@@ -50,6 +69,7 @@ class EnvironmentPool:
         self._arguments = (spec if isinstance(spec, str) else [*spec], dict(options), [*columns], most_characters)
         self._worker: _Worker | None = None
         self._episodes: dict[int, _Episode] = {}
+        self.seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._next = 0
         self._worker = _Worker(*self._arguments)
         self.tools = self._worker.tools
@@ -126,7 +146,8 @@ class EnvironmentPool:
                 self._worker = None
 
     def _call(self, asked: Mapping[int, dict[str, Any]], keys: tuple[str, ...]) -> dict[int, Answer]:
-        deadline = time.monotonic() + self.timeout_s
+        started = time.monotonic()
+        deadline = started + self.timeout_s
         answers: dict[int, Answer] = {}
         with selectors.DefaultSelector() as selector:
             for number, message in asked.items():
@@ -140,9 +161,12 @@ class EnvironmentPool:
                         selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
                     if events & selectors.EVENT_READ and (answer := episode.read(keys)) is not None:
                         answers[key.data] = answer
+                        self.seconds[key.data].append(time.monotonic() - started)
                         selector.unregister(key.fileobj)
         for number in asked:
-            answers.setdefault(number, Failed(f"no answer within {self.timeout_s:g} s"))
+            if number not in answers:
+                answers[number] = Failed(f"no answer within {self.timeout_s:g} s", "timeout")
+                self.seconds[number].append(self.timeout_s)
         for number, answer in answers.items():
             if isinstance(answer, Failed):
                 self._kill(number)
@@ -178,16 +202,16 @@ class _Episode:
         except OSError:
             data = b""
         if not data:
-            return Failed("its process ended")
+            return Failed("its process ended", "died")
         self._read += data
         if len(self._read) > _LONGEST_ANSWER:
-            return Failed(f"it wrote more than {_LONGEST_ANSWER} bytes")
+            return Failed(f"it wrote more than {_LONGEST_ANSWER} bytes", "no_answer")
         if not data.endswith(b"\n"):
             return None
         try:
             answer = json.loads(self._read)
         except (ValueError, RecursionError):
-            return Failed("it wrote something that is no answer")
+            return Failed(_NO_ANSWER, "no_answer")
         return _checked(answer, keys)
 
 
@@ -198,14 +222,14 @@ def _name_of(spec: str | Sequence[str]) -> str:
 def _checked(answer: Any, keys: tuple[str, ...]) -> Answer:
     """The answer, if `serve` can have sent it: the environment can write to the socket, too."""
     if isinstance(answer, dict) and isinstance(failure := answer.get("failure"), str):
-        return Failed(failure)
+        return Failed(failure, "raised")
     if not isinstance(answer, dict) or sorted(answer) != sorted(keys):
-        return Failed("it wrote something that is no answer")
+        return Failed(_NO_ANSWER, "no_answer")
     reward, messages = answer.get("reward"), answer.get("messages", [])
     if not (reward is None or (isinstance(reward, float) and math.isfinite(reward))):
-        return Failed(f"its reward is {reward!r}, expected a finite number or None")
+        return Failed(f"its reward is {reward!r}, expected a finite number or None", "no_answer")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        return Failed("its messages have no role or no text as content")
+        return Failed("its messages have no role or no text as content", "no_answer")
     return answer
 
 

@@ -59,6 +59,10 @@ class Phases:
         else:
             self._add_seconds(name, seconds)
 
+    def within(self, name: str, seconds: float) -> None:
+        """Adds time of this process that is a part of a phase, and has a name of its own."""
+        self._add_seconds(name, seconds)
+
     def _add_seconds(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 

@@ -148,6 +148,8 @@ class Collector:
             with self.phases.timed("generate"):
                 answers = own_samples(rollout, self.world, prompts, params, seeds, self.player)
             self.phases.busy("generate", rollout.seconds if self.player is None else self.player.generate_seconds)
+            if self.player is not None:
+                self.phases.within("environment", self.player.environment_seconds)
             return answers
         except NonFiniteLogitsError as error:
             if steps := rollout.weight_version - 1:

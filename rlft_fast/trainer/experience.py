@@ -13,6 +13,7 @@ from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch, Images, Samples, image_table
 from rlft_fast.rewards import Parts, overlong_penalty
 from rlft_fast.rl import kl_estimate, mismatch_metrics
+from rlft_fast.trainer.episodes import STOP
 from rlft_fast.trainer.prompts import Prompts
 
 
@@ -213,6 +214,7 @@ def rollout_metrics(samples: Samples, batch: Batch, num_with_signal: int) -> dic
     }
     metrics |= _part_means(samples)
     metrics |= {f"{name}_mean": float(count_B.mean()) for name, count_B in samples.counts.items()}
+    metrics |= _means_of_episodes(samples)
     metrics |= mismatch(batch)
     if batch.old_logprob_T is not None and batch.ref_logprob_T is not None and batch.loss_mask_T.any():
         ref_kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, "k3")
@@ -221,6 +223,17 @@ def rollout_metrics(samples: Samples, batch: Batch, num_with_signal: int) -> dic
         teacher_kl_T = batch.old_logprob_T - batch.teacher_logprob_T
         metrics["teacher_kl"] = teacher_kl_T[batch.loss_mask_T].mean().item()
     return metrics
+
+
+def _means_of_episodes(samples: Samples) -> dict[str, float]:
+    """Means over all turns, and over all calls of environments; {} where the samples are no episodes."""
+    total = {name: float(count_B.sum()) for name, count_B in samples.counts.items()}
+    means = {}
+    if turns := total.get("turns"):
+        means["tokens_per_turn_mean"] = int(samples.is_sampled_T.sum()) / turns
+    if calls := total.get("environment_calls"):
+        means["seconds_per_environment_call"] = total["seconds_environment_calls"] / calls
+    return means
 
 
 def staleness_metrics(samples: Samples, version: int) -> dict[str, float]:
@@ -269,15 +282,22 @@ def sample_records(
     """
     assert samples.texts is not None
     parts = {name: _nullable(part) for name, part in samples.parts.items()}
+    stops = _stop_reasons(samples)
     rewards, stopped, versions = _nullable(samples.reward_B), samples.stopped_B.tolist(), _oldest_versions(samples)
     for i, row in enumerate(samples.row_B.tolist()):
         yield {
             "prompt": prompts.texts[row], "completion": samples.texts[i], "reward": rewards[i],
             "parts": {name: values[i] for name, values in parts.items()},
             "finish_reason": "stop" if stopped[i] else "length", "weight_version": versions[i],
-            **({} if turns is None else {"turns": turns[i]}),
+            **({} if turns is None else {"turns": turns[i], "stop_reason": stops[i]}),
             **({"images": prompts.images[row].names} if row in prompts.images else {}),
         }  # fmt: skip
+
+
+def _stop_reasons(samples: Samples) -> list[str | None]:
+    """How each episode has ended."""
+    columns = [(name, of_B.tolist()) for name, of_B in samples.counts.items() if name.startswith(STOP)]
+    return [next((n.removeprefix(STOP) for n, own in columns if own[i]), None) for i in range(len(samples))]
 
 
 def _nullable(values: Tensor) -> list[float | None]:

@@ -135,6 +135,8 @@ class PPOTrainer:
         result = self.learn(experience)
         seconds = time.perf_counter() - started
         result.metrics.update(seconds=seconds, tokens_per_second=experience.num_tokens / seconds)
+        if (waited := result.metrics.get("seconds_environment")) is not None:
+            result.metrics["environment_time_share"] = waited / seconds
         return result
 
     def collect(self, step: int, first_prompt: int | None = None) -> Experience:

@@ -297,7 +297,7 @@ function drawSample(run, sample, index, low, high) {
   facts.append(reward);
   const parts = Object.entries(sample.parts || {});
   if (parts.length > 1) facts.append(...parts.map(([name, value]) => fact(visible(name), number(value))));
-  if (sample.completion !== null) facts.append(fact(`end ${visible(sample.finish_reason || "?")}`, `weights ${number(sample.weight_version)}`));
+  if (sample.completion !== null) facts.append(fact(`end ${visible(sample.stop_reason || sample.finish_reason || "?")}`, `weights ${number(sample.weight_version)}`));
   const text = node("div", { className: "text" });
   if (sample.completion === null) text.append(node("span", { className: "unlearned" }, "damaged line"));
   else {

@@ -59,9 +59,10 @@ def test_tools_as_trl_writes_them(pool):
 
 
 HARMS = {
-    "hang": "no answer within 3 s", "die": "its process ended", "raise": "KeyError: 'no such door'",
-    "exit": "SystemExit: enough", "nan": "nan", "wrong": "expected (messages, reward, done)",
-    "says it is the assistant": "no role",
+    "hang": ("no answer within 3 s", "timeout"), "die": ("its process ended", "died"),
+    "raise": ("KeyError: 'no such door'", "raised"), "exit": ("SystemExit: enough", "raised"),
+    "nan": ("nan", "no_answer"), "wrong": ("expected (messages, reward, done)", "raised"),
+    "says it is the assistant": ("no role", "no_answer"),
 }  # fmt: skip
 
 
@@ -73,9 +74,11 @@ def test_an_environment_costs_its_episode_alone(pool):
     started = time.monotonic()
     answers = strange.step({n: says(word) for n, word in zip(numbers, words, strict=True)})
     assert time.monotonic() - started < 8
-    for number, expected in zip(numbers, HARMS.values(), strict=False):
-        assert isinstance(answers[number], Failed), expected
-        assert expected in answers[number]
+    for number, (words, kind) in zip(numbers, HARMS.values(), strict=False):
+        assert isinstance(answers[number], Failed), words
+        assert words in answers[number]
+        assert answers[number].kind == kind
+    assert strange.seconds[numbers[0]][1] == 3.0  # the call that hung; the first one was reset
     printed, long, hello = (answers[number] for number in numbers[-3:])
     assert (printed["messages"][0]["content"], hello["reward"]) == ("heard print", 0.5)
     assert long["messages"][0]["content"] == "z" * 100 + "… (9999900 characters left out)"

@@ -2,16 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 
 from rlft_fast.data import Samples, cat_supports
+from rlft_fast.envs import Failure
 from rlft_fast.rollout import Completion, Request, Span, seed_of, to_samples
 from rlft_fast.trainer.episodes.suffix import Suffix
 from rlft_fast.trainer.prompts import Conversation
 
 PART = "environment"
 """Name of the environment's reward among the parts of a reward."""
+
+STOP = "stop_"
+"""Begin of the names of counts that tell how an episode has ended, each 0 or 1."""
+Stop = Literal["done", "max_turns", "max_new_tokens"]
+"""How an episode ends: by the environment, or by a limit. An episode may also fail."""
+STOP_REASONS = (*get_args(Stop), *get_args(Failure), "template")
+"""All of them. The last is a chat template that cannot be applied to what was said."""
 
 
 @dataclass(slots=True)
@@ -36,14 +45,18 @@ class Episode:
     calls: int = 0
     failed_calls: int = 0
     is_thinking: bool = False  # the next reply begins within a thought
-    stopped: bool = False  # by itself, not by a limit of tokens
-    running: bool = True
-    failure: str | None = None  # an episode that failed has no reward
+    stop_reason: str | None = None  # of STOP_REASONS; None: the episode is running
+    failure: str | None = None  # in words; an episode that failed has no reward
+    seconds: list[float] = field(default_factory=list)  # of each call of the environment
 
     @property
     def turns(self) -> int:
         """Replies of the policy's so far."""
         return len(self.ends)
+
+    @property
+    def running(self) -> bool:
+        return self.stop_reason is None
 
     @property
     def left(self) -> int:
@@ -91,15 +104,19 @@ class Episode:
             rewards[end - 1] = reward
         return rewards
 
-    def fail(self, reason: str) -> None:
-        """The episode has no reward, and is left out of the learning."""
-        self.running, self.failure = False, reason
+    def stop(self, reason: Stop) -> None:
+        """Ends the episode."""
+        self.stop_reason = reason
+
+    def fail(self, words: str, reason: Failure | Literal["template"]) -> None:
+        """Ends the episode, which has no reward, and is left out of the learning."""
+        self.stop_reason, self.failure = reason, words
 
     def completion(self) -> Completion:
         """All tokens."""
         none = torch.empty(0, 1, dtype=torch.int32)  # an episode may fail before its first token
         support = cat_supports([none, *self.supports]) if self.has_support else None
-        reason = "stop" if self.stopped else "length"
+        reason: Literal["stop", "length"] = "stop" if self.stop_reason in ("done", "max_turns") else "length"
         return Completion(self.token_ids, self.logprobs, reason, tuple(self.spans), support, self.is_sampled)
 
 
@@ -112,6 +129,9 @@ def samples_of(episodes: Sequence[Episode]) -> Samples:
         "tool_calls": [e.calls for e in episodes],
         "failed_tool_calls": [e.failed_calls for e in episodes],
         "environment_failed": [e.failure is not None for e in episodes],
+        "environment_calls": [len(e.seconds) for e in episodes],
+        "seconds_environment_calls": [sum(e.seconds) for e in episodes],
+        **{f"{STOP}{reason}": [e.stop_reason == reason for e in episodes] for reason in STOP_REASONS},
     }
     return samples.replace(
         reward_T=torch.tensor([x for episode in episodes for x in episode.rewards()], dtype=torch.float64),

@@ -1,11 +1,12 @@
 """Plays episodes: the policy and an environment in turn, many episodes at once."""
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,9 @@ from rlft_fast.trainer.episodes.suffix import Suffix, choose_suffixes
 from rlft_fast.trainer.prompts import Message, Prompts, name_rows
 from rlft_fast.world import World
 
+_Asked = TypeVar("_Asked")
+_Answered = TypeVar("_Answered")
+
 
 class EpisodePlayer:
     """Plays the episodes of a run.
@@ -42,6 +46,7 @@ class EpisodePlayer:
     Attributes:
         style: how tools stand in conversations.
         generate_seconds: time in which this rank's generator worked in the last call of `samples` [s].
+        environment_seconds: time in which this rank waited for environments in that call [s].
 
     Raises:
         ValueError: the environment cannot be used, or the chat template does not tell what follows a reply.
@@ -62,7 +67,7 @@ class EpisodePlayer:
             self.pool.close()
             raise
         self.style = self._suffixes.style
-        self.generate_seconds = 0.0
+        self.generate_seconds = self.environment_seconds = 0.0
 
     def prepare(self, prompts: Prompts, max_prompt_tokens: int) -> Prompts:
         """The prompts with the tools, up to the end of their last words: an episode begins with what follows them.
@@ -119,7 +124,7 @@ class EpisodePlayer:
             RequestError: the generator refuses a request.
             RolloutError: the generator failed.
         """
-        self.generate_seconds = 0.0
+        self.generate_seconds = self.environment_seconds = 0.0
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
         episodes = world.together(partial(self._begin, prompts, params, seeds), Exception)
         while world.any_rank(any(episode.running for episode in episodes)):
@@ -173,11 +178,11 @@ class EpisodePlayer:
             | {"prompt": prompts.conversations[row].messages}
             for row in range(len(prompts))
         ]
-        begun = self.pool.reset({episode.number: columns[episode.row] for episode in episodes})
+        begun = self._timed(self.pool.reset, {episode.number: columns[episode.row] for episode in episodes})
         for episode in episodes:
             answer = begun[episode.number]
             if isinstance(answer, Failed):
-                episode.fail(answer)
+                episode.fail(answer, answer.kind)
                 continue
             messages = self._suffixes.without_special_tokens(answer["messages"])
             given = self._tokens(episode, partial(self._suffixes.opening, episode.conversation, messages))
@@ -196,11 +201,11 @@ class EpisodePlayer:
             episode.calls += len(read.calls) + (read.mistake is not None)
             episode.failed_calls += read.mistake is not None
             if reply.finish_reason == "length":  # without its end, the reply says nothing for sure
-                episode.running = False
+                episode.stop("max_new_tokens")
             else:
                 said[episode.number] = text, read
         asked = {number: read.message for number, (_, read) in said.items() if read.mistake is None}
-        answers = self.pool.step(asked)
+        answers = self._timed(self.pool.step, asked)
         for episode in episodes:
             if episode.number in said:
                 self._answer(episode, *said[episode.number], answers.get(episode.number))
@@ -208,17 +213,17 @@ class EpisodePlayer:
     def _answer(self, episode: Episode, text: str, reply: Parsed, answer: Mapping[str, Any] | Failed | None) -> None:
         """Adds the environment's answer to an episode; None: the reply had a call that cannot be read."""
         if isinstance(answer, Failed):
-            episode.fail(answer)
+            episode.fail(answer, answer.kind)
             return
         if answer is None:
             messages: list[Message] = [{"role": "tool", "content": reply.mistake}]
         else:
             messages = answer["messages"]
             episode.earn(answer["reward"])
-        is_done = answer is not None and answer["done"]
-        if is_done or episode.turns == self.config.max_turns or not messages:
-            episode.running, episode.stopped = False, True
-            return
+        if (answer is not None and answer["done"]) or not messages:
+            return episode.stop("done")
+        if episode.turns == self.config.max_turns:
+            return episode.stop("max_turns")
         messages = self._suffixes.without_special_tokens(messages)
         ended = episode.token_ids[-1] in self._ends
         conversation = episode.conversation
@@ -233,16 +238,16 @@ class EpisodePlayer:
         try:
             given = make()
         except Exception as error:  # a template is code of the model's
-            episode.fail(f"the chat template cannot be applied to its messages: {brief(error)}")
+            episode.fail(f"the chat template cannot be applied to its messages: {brief(error)}", "template")
             return None
         if len(given.token_ids) >= episode.left:
-            episode.running = False
+            episode.stop("max_new_tokens")
             return None
         return given
 
     def _end(self, episodes: Sequence[Episode]) -> None:
         """Ends the environments, and takes the rewards of whole episodes."""
-        ended = self.pool.end([episode.number for episode in episodes])
+        ended = self._timed(self.pool.end, [episode.number for episode in episodes])
         for episode in episodes:
             self._take_end(episode, ended.get(episode.number))
         if failures := [episode.failure for episode in episodes if episode.failure is not None]:
@@ -252,9 +257,16 @@ class EpisodePlayer:
                 stacklevel=2,
             )
 
+    def _timed(self, call: Callable[[_Asked], _Answered], asked: _Asked) -> _Answered:
+        started = time.perf_counter()
+        answers = call(asked)
+        self.environment_seconds += time.perf_counter() - started
+        return answers
+
     def _take_end(self, episode: Episode, answer: Mapping[str, Any] | Failed | None) -> None:
+        episode.seconds = self.pool.seconds.pop(episode.number, [])
         if isinstance(answer, Failed):
-            episode.fail(answer)
+            episode.fail(answer, answer.kind)
         elif answer is not None:
             episode.earn(answer["reward"])
 

@@ -1,6 +1,7 @@
 """Episodes hold the tokens that were sampled, and between them what the chat template has there."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -124,9 +125,8 @@ def test_tools(play, tokenizer, template):
     assert "unexpected keyword argument" in given[1]  # pay takes no arguments; the call in the thought was not made
     assert "the call is not readable" in given[2]
     assert samples.parts["environment"].tolist() == [2.0]
-    assert {name: count.tolist() for name, count in samples.counts.items()} == {
-        "turns": [4.0], "tool_calls": [3.0], "failed_tool_calls": [1.0], "environment_failed": [0.0],
-    }  # fmt: skip
+    names = ("turns", "tool_calls", "failed_tool_calls", "environment_failed", "environment_calls", "stop_done")
+    assert [samples.counts[name].item() for name in names] == [4.0, 3.0, 1.0, 0.0, 5.0, 1.0]  # reset, 3 steps, end
     if template == "qwen2_5":  # what transformers renders of the same conversation
         call = {"name": "add", "arguments": {"item": "egg", "count": 2}}
         talk = [
@@ -237,22 +237,27 @@ def test_limits_end_an_episode(play, tokenizer):
     rows = [{"prompt": "1 to 9?", "answer": 7}]
     samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, *"123"), max_turns=2)
     assert (samples.counts["turns"].tolist(), samples.stopped_B.tolist()) == ([2.0], [True])
+    assert samples.counts["stop_max_turns"].tolist() == [1.0]
     samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, *"123"), max_new_tokens=60)
     assert samples.length_B.tolist() < [60]  # the second answer of the environment has no room
     assert not samples.stopped_B.any()
+    assert samples.counts["stop_max_new_tokens"].tolist() == [1.0]
     samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, "1" * 100), max_new_tokens=60)
     assert (samples.length_B.tolist(), samples.stopped_B.tolist()) == ([60], [False])
 
 
 def test_a_failed_environment_costs_its_episode(play, tokenizer):
-    words = iter(["die", "hello", "hello", "hello"])
-    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    words = iter(["die", "hello", "raise", "nan", "hello", "hello"])
+    rows = [{"prompt": word} for word in "abcd"]
     reply = lambda request: tokenizer.encode(next(words) + IM_END, add_special_tokens=False)  # noqa: E731
-    with pytest.warns(UserWarning, match="1 of 2 episodes have no reward, .* its process ended"):
+    with pytest.warns(UserWarning, match="3 of 4 episodes have no reward, .* its process ended"):
         samples, *_ = play(rows, "Strange", reply, max_turns=3)
-    assert torch.equal(samples.parts["environment"].isnan(), torch.tensor([True, False]))
-    assert samples.parts["environment"][1] == 1.5
-    assert samples.counts["environment_failed"].tolist() == [1.0, 0.0]
+    assert samples.parts["environment"].tolist() == pytest.approx([math.nan, 1.5, math.nan, math.nan], nan_ok=True)
+    assert samples.counts["environment_failed"].tolist() == [1.0, 0.0, 1.0, 1.0]
+    stops = {name.removeprefix("stop_"): own.tolist() for name, own in samples.counts.items() if "stop_" in name}
+    assert [[name for name, own in stops.items() if own[i]] for i in range(4)] == [
+        ["died"], ["max_turns"], ["raised"], ["no_answer"]
+    ]  # fmt: skip
 
 
 def test_an_environment_may_answer_in_words(play, tokenizer):

@@ -74,12 +74,20 @@ def test_a_policy_learns_in_episodes(config, tmp_path):
     for line in lines:
         assert 1 < line["turns_mean"] <= 3
         assert line["environment_failed_mean"] == 0
+        stops = {name: share for name, share in line.items() if name.startswith("stop_")}
+        assert sum(stops.values()) == pytest.approx(1)
+        assert stops["stop_done_mean"] > 0
+        assert line["tokens_per_turn_mean"] == pytest.approx(line["completion_length_mean"] / line["turns_mean"])
+        waited = line["environment_time_share"] * line["seconds"]
+        assert 0 < line["seconds_per_environment_call"] < line["seconds_environment"] == pytest.approx(waited)
+        assert line["seconds_environment"] < line["seconds_generate"]
         assert line["ratio_max"] == 1.0  # the tokens of the environment are not sampled, and have no ratio
         assert line["mismatch_max"] < 1e-4
         assert 0 < line["reward_mean"] < 1
     assert lines[-1]["reward_mean"] > lines[0]["reward_mean"]
     assert lines[0]["completion_length_mean"] < 40
     for line in read_lines(tmp_path / "run" / "samples.jsonl"):
+        assert line["stop_reason"] in ("done", "max_new_tokens")
         assert sum(turn.get("reward", 0) for turn in line["turns"]) == pytest.approx(line["reward"], abs=1e-12)
 
 
