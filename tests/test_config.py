@@ -79,7 +79,8 @@ def test_a_name_on_the_hub_is_the_folder_in_the_cache(tmp_path, monkeypatch):
 
 def test_resolved_yaml_holds_every_key():
     played = MINIMAL | {"environment": {"name": "games:Guess"}}
-    served = MINIMAL | {"reward": {"server": {"url": "http://h:1"}}, "profile": {"steps": [1]}}
+    server = {"url": "http://h:1", "judge": {"model": "m", "prompt": "p"}}
+    served = MINIMAL | {"reward": {"server": server}, "profile": {"steps": [1]}}
     all_values = FULL, LORA, played, served
     full, lora, episodes, scored = (yaml.safe_load(Config.parse(values).to_yaml()) for values in all_values)
     others = {"actor.lora": lora, "environment": episodes, "reward.server": scored, "profile": scored}

@@ -46,6 +46,19 @@ class DataConfig(RowsConfig):
             yield "task_options are options of a reasoning-gym task: leave them out, or give a task instead of a path"
 
 
+class JudgeConfig(Section):
+    """A language model as a judge, behind a URL with OpenAI's chat completions. It answers with temperature 0."""
+
+    model: str
+    """Name of the model on the server."""
+    prompt: str
+    """Jinja template of the question. It reads prompt, completion and the columns of the row."""
+    score: str = r"(-?\d+(?:\.\d+)?)"
+    """Pattern whose group is the score. The last match in the judge's answer counts; by default its last number."""
+    max_tokens: MayChange[PositiveInt] = 1024
+    """Most tokens of the judge's answer."""
+
+
 class RewardServerConfig(Section):
     """A server that scores completions, by one HTTP request for each (the token is in REWARD_API_KEY)."""
 
@@ -57,6 +70,8 @@ class RewardServerConfig(Section):
     """Seconds for a request. A sample whose last request fails is left out."""
     retries: MayChange[Annotated[NonNegativeInt, Field(le=100)]] = 2
     """Further requests after a failed connection, a timeout, or a status 429 or 5xx."""
+    judge: JudgeConfig | None = None
+    """The URL is that of a language model, which is asked for a score; null: it is that of a reward server."""
 
 
 class RewardConfig(Section):

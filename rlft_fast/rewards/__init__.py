@@ -8,6 +8,7 @@ from rlft_fast.rewards.functions import (
     response_length,
 )
 from rlft_fast.rewards.isolated import IsolatedReward
+from rlft_fast.rewards.judged import LanguageModelJudge
 from rlft_fast.rewards.loading import load_reward
 from rlft_fast.rewards.mathematics import math_verify
 from rlft_fast.rewards.scoring import (
@@ -22,6 +23,7 @@ from rlft_fast.rewards.weighted import Parts, WeightedRewards, overlong_penalty,
 
 __all__ = [
     "IsolatedReward",
+    "LanguageModelJudge",
     "Parts",
     "RewardError",
     "RewardFunction",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlft_fast.errors import brief
+from rlft_fast.rewards.judged import LanguageModelJudge
 from rlft_fast.rewards.scoring import FAILED, Text, is_reward
 
 TOKEN_VARIABLE = "REWARD_API_KEY"
@@ -35,18 +36,20 @@ class ServerReward:
         url: of the server.
         timeout_s: seconds for one request, its wait for a connection included.
         num_retries: further requests after a failed connection, a timeout, or a status 429 or 5xx.
+        judge: asks a language model instead, as OpenAI's chat completions do.
 
     Raises:
         ValueError: aiohttp is not installed.
     """
 
-    def __init__(self, url: str, timeout_s: float, num_retries: int) -> None:
+    def __init__(self, url: str, timeout_s: float, num_retries: int, judge: LanguageModelJudge | None = None) -> None:
         try:
             import aiohttp
         except ModuleNotFoundError as error:
             raise ValueError("reward.server needs `pip install aiohttp`") from error
         self._http = aiohttp
-        self.url, self.timeout_s, self.num_retries = url, timeout_s, num_retries
+        self.url, self.timeout_s, self.num_retries, self.judge = url, timeout_s, num_retries, judge
+        self._asking: dict[str, asyncio.Future[float | str | None]] = {}
         self.__qualname__ = f"the server {url}"
 
     async def __call__(
@@ -64,23 +67,54 @@ class ServerReward:
             headers={"Authorization": f"Bearer {token}"} if token else {},
         )
         async with session:
-            bodies = [
-                _body(prompt, completion, {name: values[i] for name, values in columns.items()})
-                for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-            ]
-            answers = await asyncio.gather(*(self._reward(session, body) for body in bodies))
+            answers = await asyncio.gather(
+                *(
+                    self._answer(session, prompt, completion, {name: values[i] for name, values in columns.items()})
+                    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+                )
+            )
         if failures := [answer for answer in answers if isinstance(answer, str)]:
             warnings.warn(
                 f"{len(failures)} of {len(answers)} samples have no reward from {self.url}: {failures[0]}", stacklevel=2
             )
         return [FAILED if isinstance(answer, str) else answer for answer in answers]
 
+    def check(self, prompt: Text, columns: Mapping[str, Any]) -> None:
+        """Raises ValueError if no question to the judge can be made of a row with these columns."""
+        if self.judge is not None:
+            self.judge.body(prompt, "an answer", columns)
+
+    async def _answer(
+        self, session: Any, prompt: Text, completion: Text, columns: Mapping[str, Any]
+    ) -> float | str | None:
+        """A reward, or the reason why there is none."""
+        if self.judge is None:
+            return await self._reward(session, _body(prompt, completion, columns))
+        try:
+            body = self.judge.body(prompt, completion, columns)
+        except ValueError as error:
+            return brief(error)
+        return await self._judged(self.judge, session, body)
+
+    async def _judged(self, judge: LanguageModelJudge, session: Any, body: str) -> float | str | None:
+        """As `_reward`, but a request that was answered, or is under way, is not sent again."""
+        if (score := judge.known(body)) is not None:
+            return score
+        if (asking := self._asking.get(body)) is None:
+            asking = self._asking[body] = asyncio.ensure_future(self._reward(session, body))
+            asking.add_done_callback(lambda _: self._asking.pop(body))
+        score = await asking
+        if isinstance(score, float):
+            judge.keep(body, score)
+        return score
+
     async def _reward(self, session: Any, body: str) -> float | str | None:
         """A reward, or the reason why there is none."""
+        read = _read if self.judge is None else self.judge.read
         pause = _FIRST_PAUSE_S
         for left in reversed(range(self.num_retries + 1)):
             try:
-                return _read(await self._ask(session, body))
+                return read(await self._ask(session, body))
             except ValueError as error:
                 return brief(error)
             except (_TransientError, TimeoutError, self._http.ClientError) as error:

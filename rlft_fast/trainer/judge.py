@@ -19,6 +19,7 @@ from rlft_fast.errors import brief, without_panics
 from rlft_fast.models import load_tokenizer, split_stop
 from rlft_fast.rewards import (
     IsolatedReward,
+    LanguageModelJudge,
     Parts,
     RewardError,
     RewardFunction,
@@ -138,6 +139,8 @@ class Judge:
         """
         for function in self.functions.functions.values():
             check_columns(function, prompts.columns, what)
+            if isinstance(function, ServerReward):
+                function.check(prompts.texts[0], {name: values[0] for name, values in prompts.columns.items()})
             if self.world.is_first:
                 warn_of_missing_values(function, prompts.columns, what)
         for reader in self.readers.values():
@@ -347,5 +350,6 @@ def load_functions(config: Config) -> WeightedRewards:
             else:
                 functions |= {spec: IsolatedReward(spec, reward.timeout_s, reward.workers) for spec in specs}
     if (server := reward.server) is not None:
-        functions[SERVER_PART] = ServerReward(server.url, server.timeout_s, server.retries)
+        judge = None if server.judge is None else LanguageModelJudge(**server.judge.model_dump())
+        functions[SERVER_PART] = ServerReward(server.url, server.timeout_s, server.retries, judge)
     return WeightedRewards(functions, weights)

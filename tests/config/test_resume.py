@@ -30,6 +30,7 @@ _MAY_CHANGE = {
     "reference": _OF_MODELS,
     "environment": "timeout_s",
     "reward.server": "url timeout_s retries",
+    "reward.server.judge": "max_tokens",
     "teacher": _OF_MODELS + "model",
     "evaluation": "path max_rows every",
     "checkpoint": "every max_num max_mem asynchronous best store",
@@ -56,6 +57,7 @@ def with_every_section(section: type[Section]) -> Any:
         "path": "data.jsonl",
         "name": "games:Guess",
         "url": "http://h:1",
+        "prompt": "p",
     }
     values: dict[str, Any] = {name: given[name] for name, field in fields if field.is_required() and name in given}
     inner = {name: with_every_section(own) for name, field in fields if (own := section_of(field.annotation))}

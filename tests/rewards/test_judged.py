@@ -1,0 +1,91 @@
+"""A language model as a judge: what it is asked, how its score is read, and that equal questions are asked once."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from rlft_fast.rewards import LanguageModelJudge, ServerReward, compute_rewards
+
+NUMBER = r"(-?\d+(?:\.\d+)?)"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Says the question again."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(asked)
+        question = asked["messages"][0]["content"]
+        content = b"{}" if "broken" in question else json.dumps(
+            {"choices": [{"message": {"role": "assistant", "content": question}}]}
+        ).encode()  # fmt: skip
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.asked = []
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def reward_of(server, prompt: str, score: str = NUMBER) -> ServerReward:
+    url = f"http://127.0.0.1:{server.server_port}/v1/chat/completions"
+    return ServerReward(url, 20.0, 0, LanguageModelJudge("m", prompt, score, 64))
+
+
+def test_equal_questions_are_asked_once(server):
+    function = reward_of(server, "{{ prompt }}? 10 points: {{ completion }} of {{ answer }} is -2.5")
+    columns = {"answer": ["a", "a", "b"]}
+    for _ in range(2):
+        assert compute_rewards(function, ["p"] * 3, ["c"] * 3, [[1]] * 3, columns) == [-2.5] * 3
+    questions = sorted(asked["messages"][0]["content"] for asked in server.asked)
+    assert questions == [f"p? 10 points: c of {answer} is -2.5" for answer in "ab"]
+    wanted = {"model": "m", "temperature": 0, "max_tokens": 64}
+    assert all({name: asked[name] for name in wanted} == wanted for asked in server.asked)
+
+
+def test_the_last_match_of_the_pattern_is_the_score(server):
+    function = reward_of(server, "{{ completion }}", r"Score: (\S+)")
+    with pytest.warns(UserWarning, match=r"4 of 6 samples have no reward from http"):
+        rewards = compute_rewards(
+            function, ["p"] * 6, ["Score: 1 Score: 3", "Score: 1e1 9", "7", "Score: x", "Score: nan", "broken"],
+            [[1]] * 6, {},
+        )  # fmt: skip
+    assert rewards[:2] == [3.0, 10.0]
+    assert all(reward != reward for reward in rewards[2:])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("nothing", "its answer names no score: 'nothing'"), ("broken", "is no chat completion")]
+)
+def test_why_there_is_no_score(text, reason, server):
+    with pytest.warns(UserWarning, match=reason):
+        compute_rewards(reward_of(server, text), ["p"], ["c"], [[1]], {})
+
+
+def test_what_cannot_be_used(server):
+    for prompt, score, reason in [
+        ("{{ a", NUMBER, "judge.prompt is no Jinja template"),
+        ("", "(", "judge.score is no pattern"),
+        ("", "a", "judge.score has 0 groups, expected one"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            LanguageModelJudge("m", prompt, score, 1)
+    with pytest.raises(ValueError, match=r"judge\.prompt cannot be applied: 'answer' is undefined"):
+        reward_of(server, "{{ answer }}").check("p", {})
+    with pytest.raises(ValueError, match=r"judge\.prompt cannot be applied: .*unsafe"):
+        reward_of(server, "{{ prompt.__class__.__mro__ }}").check("p", {})
