@@ -98,7 +98,9 @@ class LoraConfig(Section):
     alpha: PositiveInt = 32
     """The update is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of linear layers, as in peft. all-linear: every linear layer of the blocks; lm_head: the head."""
+    """Names of linear layers, as in peft, or of the matrices of experts, such as gate_up_proj and down_proj.
+
+    all-linear: every linear layer and all experts of the blocks; lm_head: the head."""
 
 
 class ModelConfig(Section):

@@ -215,12 +215,16 @@ def checksum(tensor: Tensor) -> str:
 
 
 def _merged(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
-    """W + scale * B A. The rows of W and B are sharded alike, so each rank gathers only A, the smaller factor."""
+    """W + scale * B A. The rows of W and B are sharded alike, so each rank gathers only A, the smaller factor.
+
+    Of experts, W, B and A are sharded alike, by expert.
+    """
     if not isinstance(weight, DTensor):
         return weight + (scale * (up.float() @ down.float())).to(weight.dtype)
     assert isinstance(up, DTensor)
     assert isinstance(down, DTensor)
-    local = _merged(weight.to_local(), up.to_local(), down.full_tensor(), scale)
+    own_down = down.to_local() if down.dim() == 3 else down.full_tensor()
+    local = _merged(weight.to_local(), up.to_local(), own_down, scale)
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )

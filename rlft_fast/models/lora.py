@@ -14,6 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlft_fast.models.expert_lora import (
+    adapt_experts,
+    adapted_experts,
+    expert_factors,
+    expert_matrices,
+    find_experts,
+)
 from rlft_fast.models.heads import LogprobHead, PolicyModel, RLModel, ValueModel
 from rlft_fast.models.weights import local_part
 
@@ -22,7 +29,7 @@ _HEAD = "lm_head"
 
 
 def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str]) -> None:
-    """Adds adapters to the named linear layers, in place, and freezes all other parameters.
+    """Adds adapters to the named linear layers and experts, in place, and freezes all other parameters.
 
     `initialize_lora` gives the adapters their values.
 
@@ -34,8 +41,9 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
 
     Raises:
         ImportError: peft is missing.
-        ValueError: a name fits no linear layer, all-linear is given for a mixture of experts, or the named head is tied
-            to the embedding. An adapter of a tied head would have to change the embedding, too.
+        ValueError: a name fits no linear layer, all-linear is given for experts of another kind, the rank does not
+            fit experts, or the named head is tied to the embedding. An adapter of a tied head would have to change the
+            embedding, too.
     """
     if _HEAD in target_modules and not isinstance(model, PolicyModel):
         raise ValueError(f"lora.target_modules has {_HEAD}, which only a policy has: leave it out")
@@ -49,25 +57,58 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
     except ImportError as error:
         raise ImportError("LoRA needs peft: pip install peft") from error
     targets = [name for name in target_modules if name != _HEAD]
-    if targets == ["all-linear"]:
+    experts = _expert_targets(model, targets)
+    if targets == ["all-linear"] and not experts:
         _check_no_experts(model)
+    of_experts = {name for _, names in experts for name in names}
+    targets = [name for name in targets if name not in of_experts or _has_linear(model, name)]
     if targets:
+        linear = {name: x for name, x in model.pretrained.named_modules() if isinstance(x, nn.Linear)}
         named = "all-linear" if targets == ["all-linear"] else targets
         # A layer that is frozen already never runs.
-        frozen = [name for name, x in model.pretrained.named_modules() if isinstance(x, nn.Linear) and _is_frozen(x)]
-        options = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=named, exclude_modules=frozen or None)
+        frozen = [name for name, x in linear.items() if _is_frozen(x)]
+        adapted: nn.Module = model.pretrained
+        if (
+            experts
+        ):  # peft would wrap their parameters, wherever it finds the configuration of a known mixture of experts
+            adapted = nn.Sequential(model.pretrained)
+        options = peft.LoraConfig(
+            r=rank, lora_alpha=alpha, exclude_modules=frozen or None,
+            target_modules=[*linear] if experts and named == "all-linear" else named,
+        )  # fmt: skip
         try:
-            peft.inject_adapter_in_model(options, model.pretrained, _ADAPTER, low_cpu_mem_usage=True)
+            peft.inject_adapter_in_model(options, adapted, _ADAPTER, low_cpu_mem_usage=True)
         except ValueError as error:
             raise ValueError(
                 f"lora.target_modules {targets} do not fit {type(model.pretrained).__name__}: {error}"
             ) from error
         _check_adapted(model, [] if named == "all-linear" else targets)
+    for layer, names in experts:
+        adapt_experts(layer, names, rank, alpha / rank)
     if _HEAD in target_modules and isinstance(model, PolicyModel):
         model.head.add_lora(rank, alpha)
     trained = adapter_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+
+
+def _expert_targets(model: RLModel, targets: list[str]) -> list[tuple[nn.Module, list[str]]]:
+    """The experts of layers, and the names of their matrices that are to have adapters. peft freezes all weights."""
+    everything = targets == ["all-linear"]
+    found = [
+        (layer, [name for name in expert_matrices(layer) if everything or name in targets])
+        for _, layer in find_experts(model.pretrained)
+    ]
+    return [(layer, names) for layer, names in found if names]
+
+
+def _has_linear(model: RLModel, name: str) -> bool:
+    """Whether a linear layer has this name, too."""
+    return name == "all-linear" or any(
+        f".{key}".endswith(f".{name}")
+        for key, layer in model.pretrained.named_modules()
+        if isinstance(layer, nn.Linear)
+    )
 
 
 def _is_frozen(layer: nn.Linear) -> bool:
@@ -123,7 +164,7 @@ def initialize_lora(model: nn.Module) -> None:
             parameter.zero_()
         elif "lora_A" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform_ with a = sqrt(5), as in peft
+            bound = 1 / math.sqrt(parameter.shape[-1])  # kaiming_uniform_ with a = sqrt(5), as in peft
             whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
             local, region = local_part(parameter)
             local.copy_(whole[region])
@@ -132,18 +173,26 @@ def initialize_lora(model: nn.Module) -> None:
 @contextlib.contextmanager
 def disabled_lora(model: PolicyModel) -> Iterator[None]:
     """Inside the context, the model computes without its adapters."""
-    layers = [*_layers(model), model.head]
-    for layer in layers:
-        layer.enable_adapters(False)
+    layers, experts = [*_layers(model), model.head], [layer for _, layer in adapted_experts(model.pretrained)]
+
+    def enable(flag: bool) -> None:
+        for layer in layers:
+            layer.enable_adapters(flag)
+        for layer in experts:
+            layer.adapters.are_enabled = flag
+
+    enable(False)
     try:
         yield
     finally:
-        for layer in layers:
-            layer.enable_adapters(True)
+        enable(True)
 
 
 def low_rank_factors(model: RLModel) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """B, A and alpha / rank for every adapted weight, by its name in the checkpoint of the model without adapters."""
+    """B, A and alpha / rank for every adapted weight, by its name in the checkpoint of the model without adapters.
+
+    Of experts both have three dimensions, and B A has the weight's own layout.
+    """
     names = {id(module): name for name, module in model.pretrained.named_modules()}
     factors = {
         f"{names[id(layer)]}.weight": (
@@ -151,6 +200,8 @@ def low_rank_factors(model: RLModel) -> dict[str, tuple[Tensor, Tensor, float]]:
         )
         for layer in _layers(model)
     }  # fmt: skip
+    for name, layer in adapted_experts(model.pretrained):
+        factors |= {f"{name}.{key}": own for key, own in expert_factors(layer).items()}
     if isinstance(model, PolicyModel) and model.head.lora_A is not None and model.head.lora_B is not None:
         factors[f"{names[id(model.head)]}.weight"] = model.head.lora_B, model.head.lora_A, model.head.lora_scale
     return factors

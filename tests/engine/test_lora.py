@@ -131,7 +131,12 @@ def test_critic_with_adapters_trains_its_head_too(tiny_model):
         ("llama", ["q_proj", "proj"], "has proj, but LlamaForCausalLM has no such layer"),
         ("llama", ["q_proj", "embed_tokens"], r"adapt model\.embed_tokens, .* is no torch\.nn\.Linear"),
         ("gpt2", ["all-linear"], r"adapt transformer\.h\.0\.attn\.c_attn, .* is no torch\.nn\.Linear"),
-        ("mixtral", ["all-linear"], "the experts of MixtralForCausalLM .* layers: q_proj, k_proj, v_proj, o_proj$"),
+        (
+            "llama4",
+            ["all-linear"],
+            r"the experts of Llama4ForCausalLM \(model.layers.*gate_up_proj\), which are no linear",
+        ),
+        ("mixtral", ["down_proj"], "lora.rank is 12, but adapters of experts need a multiple of 8"),
         ("llama-tied", ["q_proj", "lm_head"], "tied to the embedding"),
     ],
 )
@@ -140,7 +145,7 @@ def test_refused_by_name(name, targets, message, tiny_model, tmp_path):
         GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     path = tmp_path if name == "gpt2" else tiny_model(name)
     with pytest.raises(ValueError, match=message):
-        make_engine(path, config={"lora": {"target_modules": targets}})
+        make_engine(path, config={"lora": {"target_modules": targets, "rank": 12}})
 
 
 def test_engine_without_adapters_has_none_to_disable(tiny_model):

@@ -130,6 +130,11 @@ def _require_adapters(engine: FSDPEngine, folder: Path | None = None) -> LoraCon
     if lora is None:
         hint = "" if folder is None else f", which the adapter in {folder} needs"
         raise ValueError(f"the model has no adapters{hint}: set lora in its section, with the adapter's rank and alpha")
+    if experts := [name for name, (up, _, _) in low_rank_factors(engine.model).items() if up.dim() == 3]:
+        raise ValueError(
+            f"the files of an adapter have no place for adapters of experts ({experts[0]}): use the merged model, or "
+            "the checkpoint of a run"
+        )
     if isinstance(engine.model, ValueModel):
         raise ValueError(
             "the files of an adapter have no place for a critic's head, which is trained beside its adapters: use the "

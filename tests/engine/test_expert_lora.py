@@ -1,0 +1,102 @@
+"""Adapters of experts: what they learn is what their merged weights are, with transformers' gradients."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlft_fast.engine import FSDPEngine, export_hf
+from rlft_fast.models import low_rank_factors
+from tests.engine import reference
+from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
+
+LORA = {"rank": 8, "alpha": 16}
+EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def moved(path: Path, **options) -> FSDPEngine:
+    """An engine whose adapters are no longer without effect."""
+    engine = make_engine(path, config={"lora": LORA | options}, temperature=reference.TEMPERATURE, max_tokens=48)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return engine
+
+
+# gpt-oss has biases, and matrices of (in, out); Qwen3-MoE has a dense layer, whose down_proj is a linear layer.
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-moe", "deepseek-v3", "qwen3.5-moe"])
+def test_gradients_are_those_of_the_merged_weights(name, tiny_model, tmp_path):
+    """With W = W_0 + s B A, the gradients are dB = s dW A^T and dA = s B^T dW."""
+    engine, batch = moved(tiny_model(name)), random_batch()
+    export_hf(engine, tmp_path)
+    factors = {key: x for key, x in low_rank_factors(engine.model).items() if key.endswith(EXPERTS)}
+    assert len(factors) == 2 * sum("experts.down_proj" in key for key in factors) > 0
+    doubles = {key: (up.detach().double(), down.detach().double(), s) for key, (up, down, s) in factors.items()}
+    logprob_T, _ = reference.plain_logprob_and_entropy(tmp_path, batch, reference.TEMPERATURE)
+    batch, outputs = near_policy(batch, logprob_T.float()), {}
+    engine.train_step(batch, policy_loss(), outputs=outputs)
+    torch.testing.assert_close(outputs["logprob"].double(), logprob_T, rtol=0, atol=5e-5)
+    wanted, found = reference.plain_policy_gradients(tmp_path, batch, "token-mean"), reference.gradients(engine)
+    is_transposed = name == "gpt-oss"
+    for key, (up, down, scale) in doubles.items():
+        gradient = wanted[f"model.{key}"]
+        d_up, d_down = scale * gradient @ down.mT, scale * up.mT @ gradient
+        module, _, matrix = key.rpartition(".")
+        own_B, own_A = (found[f"model.{module}.lora_{factor}_{matrix}"] for factor in "BA")
+        if is_transposed:
+            own_A, own_B = own_B.mT, own_A.mT
+        assert d_up.abs().max() > 1e-3
+        reference.assert_close({"up": own_B, "down": own_A}, {"up": d_up, "down": d_down}, 5e-5)
+
+
+def logprob(engine: FSDPEngine) -> Tensor:
+    return engine.infer(random_batch(), ("logprob",))["logprob"]
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"], ["gate_up_proj"]])
+def test_targets_and_the_model_without_adapters(targets, tiny_model):
+    path = tiny_model("qwen3-moe")
+    engine = moved(path, target_modules=targets)
+    plain = logprob(make_engine(path, temperature=reference.TEMPERATURE))
+    assert (logprob(engine) - plain).abs().max() > 0.02
+    with engine.disable_adapter():
+        torch.testing.assert_close(logprob(engine), plain, rtol=0, atol=2e-6)
+    matrices = {key.rpartition(".")[2] for key in low_rank_factors(engine.model) if ".experts." in key}
+    assert matrices == {*EXPERTS} & ({*EXPERTS} if targets == ["all-linear"] else {*targets})
+    dense = [key for key in low_rank_factors(engine.model) if key.endswith("mlp.down_proj.weight")]
+    assert len(dense) == (targets != ["gate_up_proj"])
+
+
+def test_files_of_adapters_have_no_place_for_experts(tiny_model, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"no place for adapters of experts \(model.layers.0.mlp.experts.gate_up_proj\)"
+    ):
+        export_hf(moved(tiny_model("mixtral")), tmp_path, adapter=True)
+
+
+def trained(path: Path) -> FSDPEngine:
+    engine = make_engine(path, config={"lora": LORA}, max_tokens=24, optimizer={"learning_rate": 0.01})
+    for _ in range(2):
+        engine.train_step(random_batch(), policy_loss())
+    return engine
+
+
+def check_two(rank: int, path: Path) -> None:
+    engine = trained(path)
+    torch.testing.assert_close(logprob(engine), torch.load(path / "one.pt"), rtol=0, atol=1e-4)
+    export_hf(engine, path / "hf")
+
+
+@pytest.mark.dist
+def test_two_processes(tmp_path):
+    path = save_tiny_model("mixtral", tmp_path / "mixtral")
+    one = logprob(trained(path))
+    torch.save(one, path / "one.pt")
+    run_distributed(check_two, 2, path)
+    merged_T, _ = reference.plain_logprob_and_entropy(path / "hf", random_batch())
+    torch.testing.assert_close(one.double(), merged_T, rtol=0, atol=1e-4)
