@@ -16,7 +16,7 @@ bits are in eight_bits.py.
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -180,11 +180,12 @@ class FusedAdamW(torch.optim.Optimizer):
         for _, parts in calls:
             check_scalar("coefficient", coefficient, parts[0].parameter.device)
             check_scalar("found_inf", found_inf, parts[0].parameter.device)
+        numbers = count()  # over all buckets: their limits depend on how much of each parameter this rank has
         for group, parts in calls:
             for bucket in buckets(parts) if self.offload_moments or self.moment_dtype == torch.int8 else [parts]:
                 here = [self._with_moments_here(part) for part in bucket]
                 _step(group, here, coefficient, found_inf)
-                for number, (part, moved) in enumerate(zip(bucket, here, strict=True)):
+                for part, moved, number in zip(bucket, here, numbers, strict=False):
                     if moved is not part:
                         write_back(part, moved, number, found_inf)
         for parameter, copy in copies:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.ops import FusedAdamW
-from rlft_fast.ops.optim import eight_bits
+from rlft_fast.ops.optim import eight_bits, host
 from rlft_fast.ops.optim.eight_bits import CODE_OF, CODES, MOMENTS, SCALES, decoded, encode, scale_like
 from tests.ops.optim.adamw_problems import (
     OPTIONS,
@@ -122,6 +122,24 @@ def test_in_cpu_memory_the_numbers_are_the_same(device):
     for optimizer in (kept, moved):
         take_steps(optimizer, 3)
     assert_same_bits([x.cpu() for x in bits(moved)], [x.cpu() for x in bits(kept)])
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_buckets_do_not_change_the_rounding_and_share_none(moved, monkeypatch):
+    """A rank with less of a parameter has other buckets, and replicas of a parameter have to stay equal."""
+    found = []
+    for size in (host.BUCKET_BYTES, 1):
+        monkeypatch.setattr(host, "BUCKET_BYTES", size)
+        parameters = as_parameters([torch.ones(30, 40), torch.ones(30, 40)])
+        optimizer = FusedAdamW(parameters, lr=0.1, moment_dtype=torch.int8, offload_moments=moved)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(30, 40, generator=torch.Generator().manual_seed(0))
+            optimizer.step()
+        found.append(bits(optimizer))
+        first, second = (optimizer.state[p]["exp_avg_code"] for p in parameters)
+        assert not torch.equal(first, second)
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("device", DEVICES)
