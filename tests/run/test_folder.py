@@ -181,6 +181,7 @@ def test_another_run_is_not_continued(model, tmp_path):
         (model, {"data__path": other_data}, f"data.training.columns.answer was {data} and is "),
         (model, {"algorithm__clip_high": 0.3}, "algorithm.clip_high was None and is 0.3"),
         (model, {"rollout__prompts_per_step": 2}, "rollout.prompts_per_step was 4 and is 2"),
+        (model, {"actor__optimizer__moment_dtype": "int8"}, "actor.optimizer.moment_dtype was 'float32' and is 'int8'"),
         (model, {"actor__lora": {"rank": 4}}, "actor.lora was None and is {'rank': 4, 'alpha': 32, "),
         (other, {}, f"checksum.model was {model_checksum(model)!r} and is "),
     ):

@@ -153,8 +153,10 @@ def _state_choices(config: RunConfig, device_type: str) -> Iterator[list[dict[st
                 choices.append({f"{name}.cpu_offload": True})
             if adamw is not None and not adamw.cpu_offload:
                 choices.append({f"{name}.optimizer.cpu_offload": True})
-        if adamw is not None and adamw.moment_dtype == "float32":
-            choices.append({f"{name}.optimizer.moment_dtype": "bfloat16"})
+        if adamw is not None:
+            dtypes = ("float32", "bfloat16", "int8")
+            narrower = dtypes[dtypes.index(adamw.moment_dtype) + 1 :]
+            choices += [{f"{name}.optimizer.moment_dtype": dtype} for dtype in narrower]
         yield choices
 
 

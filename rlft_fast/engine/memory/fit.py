@@ -20,7 +20,7 @@ from rlft_fast.engine.memory.run import (
 from rlft_fast.engine.memory.search import Proposal, Search
 
 _GIB = 2**30
-_OF_ROUNDED_MOMENTS = " (moments in bfloat16 are rounded at random: the run's numbers change, and learn as well)"
+_OF_ROUNDED_MOMENTS = " (moments in {} are rounded at random: the run's numbers change, and learn as well)"
 _SAMPLE_BYTES = 256  # at least: the texts and ids of an answer as Python objects, and its seed, row and reward
 
 
@@ -154,8 +154,9 @@ def advice(
     """
     proposal = propose(config, plan, world_size, memory_bytes, device_type, host_bytes)
     if proposal.fits:
-        rounds = any(key.endswith("moment_dtype") for key in proposal.changes)
-        return f"It fits with {as_options(proposal.changes)}" + rounds * _OF_ROUNDED_MOMENTS
+        narrow = dict.fromkeys(x for key, x in proposal.changes.items() if key.endswith("moment_dtype"))
+        rounded = _OF_ROUNDED_MOMENTS.format(" and ".join(narrow)) if narrow else ""
+        return f"It fits with {as_options(proposal.changes)}{rounded}"
     return _missing(proposal, memory_bytes, host_bytes)
 
 

@@ -44,7 +44,8 @@ _STEPPED_BYTES = 5e9  # per second, of optimizer state that a rank's share of th
 _COMPUTED_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3}  # share of forward and backward; the norms, or all
 _KEPT = {"none": 1.0, "selective": 0.3, "full": 0.04}  # share of the activations that a model keeps at least, about
 # Moments in bfloat16 cost no seconds, but change the run's numbers: other settings may cost this share of the update.
-_ROUNDED_MOMENTS = 0.25
+# Any other setting goes before moments in int8.
+_ROUNDED_MOMENTS = {"bfloat16": 0.25, "int8": 1000.0}
 # Shares of the update's seconds for each doubling of vLLM's ranks, and of the batches of transformers' `generate`.
 _SPLIT_GENERATION, _SPLIT_BATCH = 0.02, 0.2
 
@@ -229,7 +230,7 @@ class _Trained:
 
     def update_seconds(self, config: EngineConfig, num_micro_batches: int, rows: float) -> float:
         ranks = config.sequence_parallel
-        dearer = _COMPUTED_AGAIN[config.activation_checkpointing] + self._rounds(config) * _ROUNDED_MOMENTS
+        dearer = _COMPUTED_AGAIN[config.activation_checkpointing] + self._rounds(config)
         computed = self.flops_per_row * rows * (1 + dearer)
         shards = self._shards(*_layout(config))
         sent = self._sent(shards, num_micro_batches, config.reduce_every_micro_batch)
@@ -243,8 +244,9 @@ class _Trained:
             return num_micro_batches * state / _MOVED_BYTES + state / _STEPPED_BYTES
         return 2 * (moments + state * config.offload_between_phases) / _MOVED_BYTES
 
-    def _rounds(self, config: EngineConfig) -> bool:
-        return config.optimizer.moment_dtype != self.config.optimizer.moment_dtype
+    def _rounds(self, config: EngineConfig) -> float:
+        dtype = config.optimizer.moment_dtype
+        return 0.0 if dtype == self.config.optimizer.moment_dtype else _ROUNDED_MOMENTS[dtype]
 
     def _kept(self, config: EngineConfig) -> tuple[int, int]:
         """Bytes of weights and optimizer state on the device, and of moments in the CPU's memory."""

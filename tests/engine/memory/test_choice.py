@@ -76,17 +76,28 @@ def test_named_values_stay(tmp_path):
 @pytest.mark.slow
 # The bus takes as long as a quarter of the update of about 400,000 tokens.
 @pytest.mark.parametrize(
-    ("prompts", "host_bytes", "expected"),
+    ("prompts", "host_bytes", "fits_with", "expected"),
     [
-        (512, GIB, "--actor.optimizer.cpu_offload true"),
-        (512, 2**20, "--actor.optimizer.moment_dtype bfloat16 (moments in bfloat16 are rounded at random: the run's "),
-        (16, GIB, "--actor.optimizer.moment_dtype bfloat16 (moments in bfloat16 are rounded at random: the run's "),
+        (512, GIB, "bfloat16", "--actor.optimizer.cpu_offload true"),
+        (512, 2**20, "int8", "--actor.optimizer.moment_dtype int8 (moments in int8 are rounded"),
+        (
+            512,
+            2**20,
+            "bfloat16",
+            "--actor.optimizer.moment_dtype bfloat16 (moments in bfloat16 are rounded at random: the run's ",
+        ),
+        (
+            16,
+            GIB,
+            "bfloat16",
+            "--actor.optimizer.moment_dtype bfloat16 (moments in bfloat16 are rounded at random: the run's ",
+        ),
     ],
 )
-def test_moments_move_or_shrink_where_nothing_cheaper_fits(prompts, host_bytes, expected, tmp_path):
+def test_moments_move_or_shrink_where_nothing_cheaper_fits(prompts, host_bytes, fits_with, expected, tmp_path):
     named = {"actor__activation_checkpointing": "full", "actor__max_tokens": 512}
     config = small_run(tmp_path, **named, rollout__prompts_per_step=prompts)
-    memory = bytes_of(config, {"actor.optimizer.moment_dtype": "bfloat16"}, 1)
+    memory = bytes_of(config, {"actor.optimizer.moment_dtype": fits_with}, 1)
     with pytest.raises(DoesNotFitError, match="It fits with ") as refused:
         check_run(config, 1, memory, "cuda", host_bytes)
     assert str(refused.value).split("It fits with ")[1].startswith(expected)
