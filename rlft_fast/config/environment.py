@@ -15,7 +15,7 @@ class EnvironmentConfig(Section):
 
     name: FunctionName | None = None
     """module:Class or file.py:Class, with reset and step, or with tools as TRL's environment_factory takes it; or
-    gymnasium:ID, textarena:ID, reasoning_gym:TASK, openenv:URL."""
+    gymnasium:ID, textarena:ID, reasoning_gym:TASK, openenv:URL, verl:FILE.yaml."""
     tools: tuple[FunctionName, ...] = ()
     """Functions that the policy may call, each module:function or file.py:function, instead of a class."""
     options: dict[str, Any] = Field(default={})

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from rlft_fast.envs.doors import Message, opening_words
 from rlft_fast.envs.openenv import OpenEnv
+from rlft_fast.envs.verl_tools import VerlTools
 
 _Step = tuple[list[Message], float | None, bool]
 
@@ -106,6 +107,7 @@ class ReasoningGym:
 
 LIBRARIES: dict[str, type] = {
     "gymnasium": Gymnasium, "textarena": TextArena, "reasoning_gym": ReasoningGym, "openenv": OpenEnv,
+    "verl": VerlTools,
 }  # fmt: skip
 """Classes of environments by the word before the colon of a name. A subclass has the rest as its ``name``."""
 

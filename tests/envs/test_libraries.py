@@ -27,10 +27,11 @@ def play():
     """Plays an episode in this process; returns the answers to a reset and to messages, and the tools."""
     loop, opened = asyncio.new_event_loop(), []
 
-    def run(spec, messages, **options):
-        doors = find_doors(spec, find_library(spec), options, ["prompt", "seed"])
+    def run(spec, messages, row=None, **options):
+        row = {"prompt": [says("Play.")], "seed": 3} | (row or {})
+        doors = find_doors(spec, find_library(spec), options, [*row])
         opened.append(doors.open())
-        begun = loop.run_until_complete(opened[-1].reset({"prompt": [says("Play.")], "seed": 3}))
+        begun = loop.run_until_complete(opened[-1].reset(row))
         return begun, [loop.run_until_complete(opened[-1].step(message)) for message in messages], doors.tools
 
     yield run
@@ -158,6 +159,82 @@ def test_openenv_has_a_tool_for_other_actions(play, server):
     result = {"role": "tool", "name": "act", "content": "got {'x': 1, 'y': 2}"}
     assert answers[0] == ([result, result], 1.0, False)
     assert answers[1].done
+
+
+VERL_TOOL = """
+{imports}
+
+class Till({base}):
+    def __init__(self, config, tool_schema):
+        self.config, self.tool_schema = config, tool_schema
+        self.name, self.prices = tool_schema.function.name, {{}}
+
+    async def create(self, instance_id=None, **kwargs):
+        self.prices["one"] = kwargs["create_kwargs"].get("price", 1)
+        return "one", {response}()
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        price = self.prices[instance_id] * parameters["count"]
+        return {response}(text=f"{{price}} {{self.config['currency']}}"), price / 10, {{}}
+
+    async def release(self, instance_id, **kwargs):
+        del self.prices[instance_id]
+"""
+VERL_FILE = """
+tools:
+  - class_name: {module}.Till
+    config: {{type: native, currency: crowns}}
+    tool_schema:
+      type: function
+      function:
+        name: pay
+        description: Pays for eggs.
+        parameters: {{type: object, properties: {{count: {{type: integer, description: eggs}}}}, required: [count]}}
+"""
+ALIKE = {"imports": "from types import SimpleNamespace as Response", "base": "object", "response": "Response"}
+OF_VERL = {
+    "imports": "from verl.tools.base_tool import BaseTool\nfrom verl.tools.schemas import ToolResponse",
+    "base": "BaseTool", "response": "ToolResponse",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [ALIKE, pytest.param(OF_VERL, marks=[pytest.mark.peers, needs("verl")])])
+def test_tools_of_verl(parts, play, tmp_path, monkeypatch):
+    module = f"till_{'of_verl' if parts is OF_VERL else 'alike'}"
+    (tmp_path / f"{module}.py").write_text(VERL_TOOL.format(**parts))
+    (tmp_path / "tools.yaml").write_text(VERL_FILE.format(module=module))
+    monkeypatch.syspath_prepend(tmp_path)
+    row = {"tools_kwargs": {"pay": {"create_kwargs": {"price": 3}}}}
+    calls = [[("pay", {"count": 2}), ("pay", {"count": 1}), ("steal", {})], [("pay", {"number": 2})], []]
+    said = [
+        says("") | {"tool_calls": [{"function": {"name": name, "arguments": own}} for name, own in turn]}
+        for turn in calls
+    ]
+    begun, answers, tools = play(f"verl:{tmp_path / 'tools.yaml'}", said, row=row)
+    assert begun == []
+    assert [tool["function"]["name"] for tool in tools] == ["pay"]
+    words = [[message["content"] for message in answer.messages] for answer in answers]
+    assert words[0] == ["6 crowns", "3 crowns", "There is no tool 'steal', only pay"]
+    assert words[1:] == [["Error executing tool 'pay': 'count'"], []]
+    assert [(answer.reward, answer.done) for answer in answers] == [
+        (pytest.approx(0.9), False),
+        (0.0, False),
+        (None, True),
+    ]
+
+
+def test_files_that_list_no_tools_of_verl_are_refused(play, tmp_path, monkeypatch):
+    (tmp_path / "bare_tool.py").write_text("class Bare:\n    async def create(self): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for text, words in [
+        ("tools: []", "has no list tools"),
+        ("tools: [{class_name: bare_tool.Bare}]", "bare_tool.Bare in .* has no method execute"),
+    ]:
+        (tmp_path / "tools.yaml").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            play(f"verl:{tmp_path / 'tools.yaml'}", [])
+    with pytest.raises(ValueError, match=r"verl:missing.yaml cannot be read"):
+        play("verl:missing.yaml", [])
 
 
 def test_functions_are_tools(pool):  # noqa: F811
