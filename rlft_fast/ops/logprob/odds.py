@@ -44,13 +44,14 @@ class Odds(NamedTuple):
 def has_odds(problem: Problem) -> bool:
     """Whether there is a kernel that writes them.
 
-    Float16 has not the range that odds need. The kernel of float32 is for CPUs: it would spill registers on some GPUs.
+    Float16 has not the range that odds need, and masked logits of -inf need a positive scale. The kernel of float32 is
+    for CPUs: it would spill registers on some GPUs.
     The kernels read the weight as it is, so that a weight of another dtype goes tile by tile through the vendor's GEMM.
     """
     dtype = torch.bfloat16 if problem.device_type == "cuda" else torch.float32
     return (
         problem.backend == "triton" and problem.is_plain and not problem.group and problem.vocab > 0
-        and problem.operand_dtype == dtype and not problem.casts_weight
+        and problem.scale > 0 and problem.operand_dtype == dtype and not problem.casts_weight
     )  # fmt: skip
 
 
@@ -76,10 +77,14 @@ def write_odds(problem: Problem, rows: Rows, weight_VD: Tensor, return_entropy: 
     )
     at_target = (-drop).exp()
     sum_exp = sum_odds + at_target
-    log_sum = torch.logaddexp(sum_odds.log(), -drop)  # of a certain target, no digit of the others is lost
-    entropy = None if shift is None else log_sum - (shift - drop * at_target) / sum_exp
+    log_sum = torch.logaddexp(sum_odds.double().log(), -drop)  # of a certain target, no digit of the others is lost
+    entropy = None if shift is None else (log_sum - (shift - drop * at_target) / sum_exp).float()
     _set_targets(memory_RV, rows, -sum_odds.nan_to_num(0.0, 0.0, 0.0))
-    return Odds(memory_RV, -slope / sum_exp, slope, -drop - log_sum, reference, log_sum, entropy)
+    rounded = reference.float()
+    return Odds(
+        memory_RV, (-slope / sum_exp).float(), slope, (-drop - log_sum).float(), rounded,
+        (log_sum + (reference - rounded)).float(), entropy,
+    )  # fmt: skip
 
 
 def write_entropy_gradients(

@@ -173,7 +173,8 @@ def _add_tiles(problem: Problem, rows: Rows, columns: int, kept: Tensor, sums: S
 
 
 def _add_without_logits(problem: Problem, rows: Rows, asked: Asked, sums: Sums) -> None:
-    needs_maximum = asked.top1 or bool(problem.group)  # shards are merged at their maximum
+    # Shards are merged at their maximum.
+    needs_maximum = asked.top1 or bool(problem.group) or problem.scale <= 0
     problem.kernels.fused_stats(
         rows.hidden_RD, operand(problem.weight_VD, problem.dtype), rows.target_R, rows.inv_temperature, problem.scale,
         needs_maximum, sums.maximum, sums.excess, sums.target_logit,

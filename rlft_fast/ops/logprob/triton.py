@@ -21,6 +21,7 @@ Deterministic: a row belongs to one program, or to one per vocabulary split, and
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -340,8 +341,8 @@ def _fused_stats_kernel(
 def _factor_and_base(i, row_inside, inv_temperature_ptr, inv_temperature_stride, scale, reference_ptr):
     """A logit z has the odds 2^(factor z - base) against its row's reference."""
     inv_temperature = tl.load(inv_temperature_ptr + i * inv_temperature_stride, mask=row_inside, other=1.0)
-    reference = tl.load(reference_ptr + i, mask=row_inside, other=0.0)
-    return scale * inv_temperature * 1.4426950408889634, reference * 1.4426950408889634
+    factor = scale * inv_temperature * 1.4426950408889634
+    return factor, tl.load(reference_ptr + i, mask=row_inside, other=0.0) * factor
 
 
 @triton.jit
@@ -473,11 +474,10 @@ def _fused_grad_kernel(
 
 @triton.jit
 def _target_logits_kernel(
-    hidden_ptr, weight_ptr, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr, inv_temperature_ptr,
-    inv_temperature_stride, scale, target_logit_ptr, BLOCK: tl.constexpr,
+    hidden_ptr, weight_ptr, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr, target_z_ptr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    inv_temperature = tl.load(inv_temperature_ptr + row * inv_temperature_stride)
     target = tl.load(target_ptr + row)
     is_known = (target >= 0) & (target < vocab)
     weight_row = weight_ptr + tl.where(is_known, target, 0) * weight_stride
@@ -487,68 +487,73 @@ def _target_logits_kernel(
         a = tl.load(hidden_ptr + row * hidden_stride + d, mask=d < dim, other=0.0).to(tl.float32)
         b = tl.load(weight_row + d * weight_stride_d, mask=d < dim, other=0.0).to(tl.float32)
         products += a * b
-    x = _softmax_logits(tl.sum(products, 0), 0.0, inv_temperature, 0.0, scale, False)
-    tl.store(target_logit_ptr + row, tl.where(is_known, x, float("nan")))
+    tl.store(target_z_ptr + row, tl.where(is_known, tl.sum(products, 0), float("nan")))
 
 
 @triton.jit
 def _write_odds(
-    z, first_column, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride,
-    SHIFT: tl.constexpr, LARGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    z, first_column, vocab, row_inside, factor, base, target, s, q, out, out_stride,
+    SHIFT: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Writes the odds of some columns; returns the sums with these columns added."""
     j = tl.arange(0, COLUMNS)
-    column_inside = first_column + j < vocab
-    x = _softmax_logits(z, 0.0, inv_temperature[:, None], 0.0, scale, False) - reference[:, None]
-    if not LARGE or first_column + COLUMNS > vocab:  # as in _add_logits
-        x = tl.where(column_inside[None, :], x, -float("inf"))
-    m = tl.maximum(m, tl.max(x, 1))
-    e = tl.where(j[None, :] == (target - first_column)[:, None], 0.0, tl.exp(x))
+    if MASKED:
+        column_inside = (first_column + j < vocab)[None, :]
+        z = tl.where(column_inside & (j[None, :] != (target - first_column)[:, None]), z, -float("inf"))
+    x = z * factor[:, None] - base[:, None]
+    e = tl.exp2(x)
     s += tl.sum(e, 1)
     if SHIFT:
-        q += tl.sum(e * tl.maximum(x, -104.0, propagate_nan=tl.PropagateNan.ALL), 1)
-    e = tl.where(e < float("inf"), e, 0.0)  # a bad row that the loss does not see must not reach dweight
+        if MASKED:  # 0 * -inf would be nan; elsewhere the nan has the row computed again, as masked
+            x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
+        q += tl.sum(e * x, 1)
+    if AGAIN:
+        e = tl.where(e < float("inf"), e, 0.0)  # a bad row that the loss does not see must not reach dweight
     offset = tl.arange(0, ROWS)[:, None] * out_stride + j[None, :]
-    inside = row_inside[:, None] & column_inside[None, :]
+    inside = row_inside[:, None] & column_inside if MASKED else row_inside[:, None]
     tl.store(out + first_column + offset, e.to(out.dtype.element_ty), mask=inside)
-    return m, s, q
+    return s, q
 
 
 @triton.jit
 def _write_halves(
-    z, first_column, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride,
-    SHIFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    z, first_column, vocab, row_inside, factor, base, target, s, q, out, out_stride,
+    SHIFT: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """As `_write_odds`, one half after the other."""
-    left, right = _halves(z, ROWS, COLUMNS)
-    m, s, q = _write_odds(
-        left, first_column, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride,
-        SHIFT, True, ROWS, COLUMNS // 2,
-    )  # fmt: skip
-    return _write_odds(
-        right, first_column + COLUMNS // 2, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out,
-        out_stride, SHIFT, True, ROWS, COLUMNS // 2,
-    )  # fmt: skip
+    """As `_write_odds`, WIDTH columns at a time: odds of more would not fit the registers beside their logits."""
+    if COLUMNS <= WIDTH:
+        return _write_odds(
+            z, first_column, vocab, row_inside, factor, base, target, s, q, out, out_stride, SHIFT, MASKED, AGAIN,
+            ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        left, right = _halves(z, ROWS, COLUMNS)
+        s, q = _write_halves(
+            left, first_column, vocab, row_inside, factor, base, target, s, q, out, out_stride, SHIFT, MASKED, AGAIN,
+            WIDTH, ROWS, COLUMNS // 2,
+        )  # fmt: skip
+        return _write_halves(
+            right, first_column + COLUMNS // 2, vocab, row_inside, factor, base, target, s, q, out, out_stride, SHIFT,
+            MASKED, AGAIN, WIDTH, ROWS, COLUMNS // 2,
+        )  # fmt: skip
 
 
 @triton.jit
 def _fused_odds_kernel(
-    hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr,
-    inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, splits, tiles_per_split, reference_ptr, chosen_ptr,
-    out_ptr, out_stride, max_ptr, sum_ptr, shift_ptr,
-    SHIFT: tl.constexpr, LARGE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr, factor_ptr,
+    base_ptr, row_blocks, splits, tiles_per_split, chosen_ptr, out_ptr, out_stride, sum_ptr, shift_ptr,
+    SHIFT: tl.constexpr, AGAIN: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row_block, split = tile_of(tl.program_id(0), row_blocks, splits, GROUP)
     first_row = row_block * ROWS
     i, d = first_row + tl.arange(0, ROWS), tl.arange(0, DEPTH)
     row_inside = i < rows
-    is_chosen = tl.max(tl.load(chosen_ptr + i, mask=row_inside, other=0).to(tl.int32), 0) > 0
-    inv_temperature = tl.load(inv_temperature_ptr + i * inv_temperature_stride, mask=row_inside, other=1.0)
-    reference = tl.load(reference_ptr + i, mask=row_inside, other=0.0)
+    factor = tl.load(factor_ptr + i, mask=row_inside, other=0.0)
+    base = tl.load(base_ptr + i, mask=row_inside, other=0.0)
     target = tl.load(target_ptr + i, mask=row_inside, other=-1)
     target = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)  # half the registers
-    m = tl.full((ROWS,), -float("inf"), tl.float32)
     s, q = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
     tile_ptr = weight_ptr + split.to(tl.int64) * tiles_per_split * COLUMNS * weight_stride
@@ -556,7 +561,10 @@ def _fused_odds_kernel(
     out = out_ptr + first_row.to(tl.int64) * out_stride
     first = split * tiles_per_split
     last = min(first + tiles_per_split, tl.cdiv(vocab, COLUMNS))
-    for tile in range(first, tl.where(is_chosen, last, first)):
+    if AGAIN:
+        is_chosen = tl.max(tl.load(chosen_ptr + i, mask=row_inside, other=0).to(tl.int32), 0) > 0
+        last = tl.where(is_chosen, last, first)
+    for tile in range(first, last):
         j = tile * COLUMNS
         b_offset = tl.where(j + tl.arange(0, COLUMNS) < vocab, tl.arange(0, COLUMNS), 0)[None, :] * weight_stride
         a_block = hidden_ptr + first_row.to(tl.int64) * hidden_stride
@@ -565,28 +573,21 @@ def _fused_odds_kernel(
         z = product(
             a_block, a_offset, b_block, b_offset + d_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH
         )
-        # Odds are written and added up. Of the whole large tile they would not fit the registers beside the logits.
-        if LARGE:
-            left, right = _halves(z, ROWS, COLUMNS)
-            m, s, q = _write_halves(
-                left, j, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride, SHIFT,
-                ROWS, COLUMNS // 2,
-            )  # fmt: skip
-            m, s, q = _write_halves(
-                right, j + COLUMNS // 2, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out,
-                out_stride, SHIFT, ROWS, COLUMNS // 2,
+        is_here = (target >= j) & (target < j + COLUMNS)
+        if AGAIN or ((j + COLUMNS > vocab) | (tl.max(is_here.to(tl.int32), 0) > 0)):
+            s, q = _write_halves(
+                z, j, vocab, row_inside, factor, base, target, s, q, out, out_stride, SHIFT, True, AGAIN,
+                WIDTH, ROWS, COLUMNS,
             )  # fmt: skip
         else:
-            m, s, q = _write_odds(
-                z, j, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride, SHIFT,
-                LARGE, ROWS, COLUMNS,
+            s, q = _write_halves(
+                z, j, vocab, row_inside, factor, base, target, s, q, out, out_stride, SHIFT, False, AGAIN,
+                WIDTH, ROWS, COLUMNS,
             )  # fmt: skip
-    if is_chosen:
-        at = split * rows + i
-        tl.store(max_ptr + at, m, mask=row_inside)
-        tl.store(sum_ptr + at, s, mask=row_inside)
-        if SHIFT:
-            tl.store(shift_ptr + at, q, mask=row_inside)
+    at = split * rows + i
+    tl.store(sum_ptr + at, s, mask=row_inside)
+    if SHIFT:
+        tl.store(shift_ptr + at, q, mask=row_inside)
 
 
 # ---- the compiled operators' signatures -----------------------------------------------------------------------------
@@ -694,6 +695,15 @@ def _stats_with_maximum(
     hidden: Tensor, weight: Tensor, target: Tensor, temperature: tuple, target_logit: Tensor, chosen: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Maximum and excess of all rows, or of the chosen rows and of all rows in their blocks."""
+    partial = _partial_stats(hidden, weight, target, temperature, target_logit, chosen)
+    parts, is_top = Sums(*partial, None, None, target_logit).at(partial[0].amax(0))
+    return parts.maximum, parts.excess.sum(0) + (is_top.sum(0) - 1)
+
+
+def _partial_stats(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: tuple, target_logit: Tensor, chosen: Tensor | None
+) -> Tensor:
+    """(2, splits, R) maximum and excess of each split of the vocabulary."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
     shape = gemm_tile(hidden)
     least_splits = 1 if chosen is None else _SPLITS_OF_FEW
@@ -704,8 +714,7 @@ def _stats_with_maximum(
         splits, tiles_per_split, *partial, target_logit, chosen,
         LARGE=shape == _LARGE, EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
     )  # fmt: skip
-    parts, is_top = Sums(*partial, None, None, target_logit).at(partial[0].amax(0))
-    return parts.maximum, parts.excess.sum(0) + (is_top.sum(0) - 1)
+    return partial
 
 
 def _stats_at_targets(
@@ -714,7 +723,7 @@ def _stats_at_targets(
 ) -> Tensor:  # fmt: skip
     """Fills the statistics; returns which rows' must be computed again, (R,) bool."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
-    reference = _target_logits(hidden, weight, target, temperature)
+    reference = _target_z(hidden, weight, target)
     shape = gemm_tile(hidden)
     row_blocks, splits, tiles_per_split = _splits(num_rows, vocab, shape)
     sums = hidden.new_empty(splits, num_rows, dtype=torch.float32)
@@ -731,15 +740,14 @@ def _stats_at_targets(
     return is_bad
 
 
-def _target_logits(hidden: Tensor, weight: Tensor, target: Tensor, temperature: tuple) -> Tensor:
-    """(R,) by one dot product for each row, nan for a target outside the vocabulary."""
+def _target_z(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """(R,) raw logits by one dot product for each row, nan for a target outside the vocabulary."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
-    target_logit = hidden.new_empty(num_rows, dtype=torch.float32)
+    target_z = hidden.new_empty(num_rows, dtype=torch.float32)
     _target_logits_kernel[(num_rows,)](
-        hidden, weight, dim, vocab, hidden.stride(0), *weight.stride(), target, *temperature, target_logit,
-        BLOCK=BLOCK, **LAUNCH,
-    )  # fmt: skip
-    return target_logit
+        hidden, weight, dim, vocab, hidden.stride(0), *weight.stride(), target, target_z, BLOCK=BLOCK, **LAUNCH
+    )
+    return target_z
 
 
 @on_its_device
@@ -763,6 +771,8 @@ def fused_grad(
 # Odds are multiplied by weights and added up in float32, and hidden states are divided by their sums in the operands'
 # dtype: both have room above and below. A smaller sum belongs to a log-probability above -44.
 _MOST_ODDS = 2.0**64
+# Columns whose odds fit the registers beside the large tile's logits, by (with_shift, AGAIN).
+_WIDTHS = {(False, False): 64, (False, True): 64, (True, False): 32, (True, True): 64}
 
 
 @on_its_device
@@ -772,40 +782,51 @@ def fused_odds(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Writes exp(x - r) of the logits x of hidden (R, D) and weight (V, D) to ``odds`` (R, V), 0 at the target.
 
-    r is the target's logit, for which no pass over the row is needed. Where the sum of a row is too large then, its
-    block of rows is computed again with the row's largest logit for r; the block's other rows keep their r. The host
-    does not wait to know whether there is such a row, because the programs of other blocks end at once.
+    r is the target's logit, rounded, for which no pass over the row is needed. Where the sum of a row is too large
+    then, or nan, its block of rows is computed again with the row's largest logit for r; the block's other rows keep
+    their r. The host does not wait to know whether there is such a row, because the programs of other blocks end at
+    once. The scale must be positive.
 
     Returns:
-        (R,) each: the sums of ``odds``, r, r less the target's logit, and the sums of exp(x - r) (x - r) or None. The
-        sum is nan where the target's logit is not finite, or the target is not in the vocabulary.
+        (R,) each: the sums of ``odds``, r and r less the target's logit in float64, and the sums of exp(x - r) (x - r)
+        or None. The sum is nan where the target's logit is not finite, or the target is not in the vocabulary.
     """
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
     if num_rows == 0:
         nothing = hidden.new_empty(0, dtype=torch.float32)
-        return nothing, nothing, nothing, nothing if with_shift else None
-    operands = hidden, weight
-    strides = hidden.stride(0), *weight.stride()
-    temperature = inv_temperature, int(inv_temperature.shape[0] != 1), scale
-    target_logit = _target_logits(hidden, weight, target, temperature)
+        return nothing, nothing.double(), nothing.double(), nothing if with_shift else None
+    target_z = _target_z(hidden, weight, target)
+    slope = (inv_temperature * scale).expand(num_rows)
+    factor = (slope / math.log(2)).contiguous()
     shape = gemm_tile(hidden)
 
-    def compute(reference: Tensor, chosen: Tensor, least_splits: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Over x - r: maximum, sum of exponentials, and shift, of the chosen rows and of all rows in their blocks."""
-        row_blocks, splits, tiles_per_split = _splits(num_rows, vocab, shape, least_splits)
-        maximum, *sums = hidden.new_zeros(3 if with_shift else 2, splits, num_rows, dtype=torch.float32)
-        _fused_odds_kernel[(row_blocks * splits,)](
-            *operands, num_rows, dim, vocab, *strides, target, *temperature, row_blocks, splits, tiles_per_split,
-            reference, chosen, odds, odds.stride(0), maximum, sums[0], sums[1] if with_shift else None,
-            SHIFT=with_shift, LARGE=shape == _LARGE, EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
+    def compute(base: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Sums of 2^(factor z - base) and shift, of all rows, or of the chosen rows and all rows in their blocks."""
+        row_blocks, splits, tiles_per_split = _splits(
+            num_rows, vocab, shape, 1 if chosen is None else _SPLITS_OF_FEW
         )  # fmt: skip
-        return maximum.amax(0), sums[0].sum(0), sums[1].sum(0) if with_shift else None
+        width = _WIDTHS[with_shift, chosen is not None] if shape == _LARGE else shape["COLUMNS"]
+        sums = hidden.new_empty(2 if with_shift else 1, splits, num_rows, dtype=torch.float32)
+        _fused_odds_kernel[(row_blocks * splits,)](
+            hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, factor, base, row_blocks,
+            splits, tiles_per_split, chosen, odds, odds.stride(0), sums[0], sums[1] if with_shift else None,
+            SHIFT=with_shift, AGAIN=chosen is not None, WIDTH=width, EVEN=dim % shape["DEPTH"] == 0, **shape,
+            **SCHEDULE,
+        )  # fmt: skip
+        return sums[0].sum(0), sums[1].sum(0) if with_shift else None
 
-    maximum, sum_odds, shift = compute(target_logit, torch.ones_like(target_logit, dtype=torch.bool), 1)
-    is_large = sum_odds > _MOST_ODDS
-    reference = target_logit + maximum.where(is_large, 0.0)
-    _, sum_again, shift_again = compute(reference, is_large, _SPLITS_OF_FEW)
+    base = target_z * factor
+    sum_odds, shift = compute(base, None)
+    is_bad = (sum_odds <= _MOST_ODDS).logical_not()
     if shift is not None:
-        shift = shift_again.where(is_large, shift)
-    sum_odds = sum_again.where(is_large, sum_odds) + 0 * target_logit
-    return sum_odds, reference, reference - target_logit, shift
+        is_bad |= shift.isnan()
+    temperature = inv_temperature, int(inv_temperature.shape[0] != 1), scale
+    maximum = _partial_stats(hidden, weight, target, temperature, torch.empty_like(base), is_bad)[0].amax(0)
+    base = torch.where(is_bad, maximum / math.log(2), base)
+    sum_again, shift_again = compute(base, is_bad)
+    if shift is not None:
+        shift = shift_again.where(is_bad, shift) * math.log(2)
+    sum_odds = sum_again.where(is_bad, sum_odds) + 0 * target_z
+    # Which logit has the odds 1: exact, because the base is rounded, and rounded odds would all be off together.
+    reference = base.double() / factor * slope
+    return sum_odds, reference, reference - target_z.double() * slope, shift
