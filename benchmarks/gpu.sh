@@ -7,7 +7,7 @@
 #   2  utilisation of train_step at all models, compiled and eager; at 1.5B with the compiled head and larger micro-batches
 #   3  the demo's seconds per step by phase, with transformers and, where it is installed, with vLLM
 #   4  linear_logprob at Qwen3-8B's shape, beside its peers
-#   5  the same at a small and at Gemma's shape
+#   5  the epilogues of Triton's GEMMs at all shapes; the same as part 4 at a small and at Gemma's shape
 #   6  what the device can do and how near each kernel comes; sweeps of chunks, tiles and workspace; all tests
 #   7  memcheck and racecheck, and a profile of the head's kernels
 #
@@ -71,7 +71,7 @@ report() {  # report SHAPE SECONDS
     --fastest "$output/fastest_backend.json" --seconds "$2"
 }
 
-kernels() {  # kernels limits|sweep|once SHAPE SECONDS
+kernels() {  # kernels limits|epilogues|sweep|once SHAPE SECONDS
   local sizes=${2//x/ }
   # shellcheck disable=SC2086
   run "$1-$2" "$3" $python -m benchmarks.ops.kernels_gpu "$1" --shape $sizes --output "$folder"
@@ -127,7 +127,8 @@ case $part in
     report "${shapes[0]}" 400
     ;;
   5)
-    for shape in "${shapes[@]:1}"; do report "$shape" 170; done
+    for shape in "${shapes[@]}"; do kernels epilogues "$shape" 30; done
+    for shape in "${shapes[@]:1}"; do report "$shape" 140; done
     ;;
   6)
     kernels limits "${shapes[0]}" 60

@@ -1,6 +1,7 @@
-"""`python -m benchmarks.ops.kernels_gpu limits | sweep | once`: a GPU's limits, and how near each kernel comes.
+"""`python -m benchmarks.ops.kernels_gpu WHAT`: a GPU's limits, and how near each kernel comes.
 
     limits    TB/s of a copy, TFLOPS of the vendor's GEMMs at the head's shapes, TB/s of our kernels
+    epilogues Triton's GEMMs of logits with their epilogues, beside the vendor's GEMM
     sweep     the loss and the backward pass of the head by rows of a chunk, columns of a tile, and workspace
     once      each kernel of the head once, for a profiler
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.ops import ways
 from benchmarks.ops.bench_linear_logprob import FULL_SHAPE, forward_backward, loss
+from benchmarks.ops.problems import make_inputs
 from benchmarks.ops.ways import DTYPE
 from benchmarks.support.document import table
 from benchmarks.support.harness import COPY, DEVICE, Results, Variant, clock, copy_of, environment
@@ -100,6 +102,51 @@ def gemm_tasks(dim: int, vocab: int) -> Iterator[Task]:
         yield f"{rows} x {dim} x {vocab}, TFLOPS", found
 
 
+# ---- epilogues -------------------------------------------------------------------------------------------------------
+
+
+def epilogue_tasks(num_tokens: int, dim: int, vocab: int) -> Iterator[Task]:
+    """Milliseconds of the statistics of all tokens, and of the odds of a chunk, each beside its bare GEMM.
+
+    In the last way of the statistics every block of rows has an unlikely target, so that all rows are computed twice.
+    """
+    likely, *others = make_inputs(num_tokens, dim, vocab, logits="peaked", dtype=DTYPE, device=DEVICE)[:3]
+    unlikely = likely.clone()
+    unlikely[::64] *= -100
+    per_row = torch.ones(3, num_tokens, device=DEVICE)
+    weight, target = others
+    floor = torch.empty(num_tokens, -(-vocab // 16), dtype=DTYPE, device=DEVICE)
+
+    def gemm() -> None:
+        for part in weight.tensor_split(16):
+            tiles.multiply(likely, part.T, floor[:, : len(part)])
+
+    def statistics(hidden: Tensor, needs_maximum: bool) -> tuple[Callable[[], object], float]:
+        arguments = (hidden, weight, target, torch.ones(1, device=DEVICE), 1.0, needs_maximum, *per_row)
+        return partial(triton_kernels.fused_stats, *arguments), 1.0
+
+    yield (
+        f"statistics of {num_tokens} x {dim} x {vocab}, ms",
+        {
+            "bare GEMM": (gemm, 1.0),
+            "against the target's logit": statistics(likely, False),
+            "with a running maximum": statistics(likely, True),
+            "against the target's logit, and again": statistics(unlikely, False),
+        },
+    )
+    rows = min(num_tokens, 4096)
+    odds = torch.empty(rows, tiles.padded_columns(vocab), dtype=DTYPE, device=DEVICE)[:, :vocab]
+    problem = (likely[:rows], weight, target[:rows], torch.ones(1, device=DEVICE), 1.0)
+    yield (
+        f"odds of {rows} x {dim} x {vocab}, ms",
+        {
+            "bare GEMM": (partial(tiles.multiply, likely[:rows], weight.T, odds), 1.0),
+            "odds": (partial(triton_kernels.fused_odds, *problem, False, odds), 1.0),
+            "odds and entropy": (partial(triton_kernels.fused_odds, *problem, True, odds), 1.0),
+        },
+    )
+
+
 # ---- sweep ----------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +221,7 @@ def measure(tasks: Iterator[Task], rounds: int, path: Path, title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["limits", "sweep", "once"])
+    parser.add_argument("what", choices=["limits", "epilogues", "sweep", "once"])
     parser.add_argument("--shape", type=int, nargs=3, default=FULL_SHAPE, metavar=("T", "D", "V"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
@@ -184,6 +231,8 @@ def main() -> None:
     if args.what == "limits":
         tasks = (task for part in (bandwidth_tasks, gemm_tasks) for task in part(*shape[1:]))
         measure(tasks, args.rounds, args.output / name, f"Limits at {shape}")
+    elif args.what == "epilogues":
+        measure(epilogue_tasks(*shape), args.rounds, args.output / name, f"Epilogues at {shape}")
     elif args.what == "sweep":
         measure(sweep_tasks(shape), args.rounds, args.output / name, f"Sweep at {shape}")
     else:

@@ -136,6 +136,9 @@ def test_other_shapes(gpu_sh, tmp_path):
     assert {f"gpu-{shape}.{suffix}" for shape in SHAPES[1:] for suffix in ("md", "json", "png")} <= files.keys()
     shapes = {tuple(entry["shape"]) for entry in measured_here(tmp_path)}
     assert shapes == {tuple(map(int, shape.split("x"))) for shape in SHAPES[1:]}
+    for shape in SHAPES:
+        statistics, odds = json.loads(files[f"gpu-epilogues-{shape}.json"])["tasks"].values()
+        assert (len(statistics), len(odds)) == (4, 3)
 
 
 def test_limits_tests_and_sweeps(gpu_sh, tmp_path):
