@@ -127,8 +127,8 @@ test-ray: install-vllm install-ray
 test-peers: install-peers
 	rm -rf $(BESIDE)/trackio
 	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(THINNED) -m peers \
-	  tests/integrations tests/rl tests/cluster tests/run/test_trackers.py tests/run/test_s3.py \
-	  tests/trainer/supervised
+	  tests/envs/test_libraries.py tests/integrations tests/rl tests/cluster tests/run/test_trackers.py \
+	  tests/run/test_s3.py tests/trainer/supervised
 	$(PASSED)
 
 install-peers: $(BESIDE)/.installed

@@ -68,8 +68,8 @@ SUITES: dict[str, Suite] = {
     ),
     "gpu-rehearsal": Suite((*OPS, "benchmarks", "tests/cuda_emulator"), "THIN=1"),
     "test-peers": Suite(
-        (*RL, "rlft_fast/integrations", "rlft_fast/run/trackers.py", "rlft_fast/run/store.py", "tests/run/test_s3.py",
-         "tests/run/test_trackers.py", "requirements-peers.txt", *PEERS),
+        (*RL, "rlft_fast/integrations", "rlft_fast/envs", "rlft_fast/run/trackers.py", "rlft_fast/run/store.py",
+         "tests/envs", "tests/run/test_s3.py", "tests/run/test_trackers.py", "requirements-peers.txt", *PEERS),
         "THIN=2",
     ),
     "test-vllm": Suite((*ROLLOUT, *CLUSTER), "THIN=2"),

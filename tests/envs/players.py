@@ -96,8 +96,8 @@ class Strange:
         if words == "leave a process":
             child = subprocess.Popen(["sleep", "600"], start_new_session=True)
             return [{"role": "user", "content": str(child.pid)}], 0.0, False
-        if words == "wait":
-            time.sleep(0.5)
+        if words.startswith("wait"):
+            time.sleep(float(words.removeprefix("wait") or 0.5))
         return [{"role": "user", "content": f"heard {words}"}], 0.5, False
 
 

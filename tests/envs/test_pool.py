@@ -95,6 +95,19 @@ def test_many_wait_at_once(pool):
     assert time.monotonic() - started < 6  # one after the other would take 12 seconds
 
 
+@pytest.mark.slow
+def test_slow_tools_cost_their_latency_once(pool):
+    """Calls that block for 2 seconds, in 64 episodes: T calls of each take at most 2 T + 1 seconds."""
+    strange = pool("Strange")
+    numbers = strange.open(64)
+    strange.reset({number: {} for number in numbers})
+    started = time.monotonic()
+    for _ in range(3):
+        answers = strange.step(dict.fromkeys(numbers, says("wait2")))
+        assert all(answer["reward"] == 0.5 for answer in answers.values())
+    assert time.monotonic() - started <= 3 * 2 + 1
+
+
 def test_processes_that_an_environment_leaves_end_with_the_pool(pool):
     strange = pool("Strange")
     (number,) = strange.open(1)
