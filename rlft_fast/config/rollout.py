@@ -106,6 +106,13 @@ class RolloutConfig(Section):
     """Most completions generated at once on each process."""
     max_staleness: Annotated[NonNegativeInt, Field(le=1000)] = 0
     """Most updates between the weights that sample a step and its own update. Above 0, sampling overlaps training."""
+    update: Literal["drain", "in-flight"] = "drain"
+    """When weights come, with max_staleness. drain: between steps; in-flight: after each update, within episodes."""
+
+    @rule
+    def _updates_in_flight_what_is_stale(self) -> Iterator[str]:
+        if self.update == "in-flight" and not self.max_staleness:
+            yield "update is in-flight, but max_staleness is 0: raise max_staleness to at least 1, or leave update out"
 
     @rule
     def _generates_beside_the_training(self) -> Iterator[str]:

@@ -5,6 +5,7 @@ import json
 import math
 import selectors
 import socket
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -71,15 +72,17 @@ class EnvironmentPool:
         self._episodes: dict[int, _Episode] = {}
         self.seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._next = 0
+        self._turn = threading.RLock()  # of the worker, which forks and kills; several threads may play episodes
         self._worker = _Worker(*self._arguments)
         self.tools = self._worker.tools
 
     def open(self, count: int) -> list[int]:
         """Starts the processes of so many episodes; returns their numbers."""
-        numbers = [*range(self._next, self._next + count)]
-        self._next += count
-        for number in numbers:
-            self._episodes[number] = self._fork()
+        with self._turn:
+            numbers = [*range(self._next, self._next + count)]
+            self._next += count
+            for number in numbers:
+                self._episodes[number] = self._fork()
         return numbers
 
     def reset(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
@@ -136,14 +139,15 @@ class EnvironmentPool:
         raise RuntimeError(f"the worker process of the environment {self.name} ends as soon as it starts")
 
     def _kill(self, number: int) -> None:
-        episode = self._episodes.pop(number)
-        episode.socket.close()
-        if self._worker is not None and episode.worker is self._worker:
-            try:
-                self._worker.end(episode.pid)
-            except OSError:  # it was killed; `kill` ends what it has left
-                self._worker.kill()
-                self._worker = None
+        with self._turn:
+            episode = self._episodes.pop(number)
+            episode.socket.close()
+            if self._worker is not None and episode.worker is self._worker:
+                try:
+                    self._worker.end(episode.pid)
+                except OSError:  # it was killed; `kill` ends what it has left
+                    self._worker.kill()
+                    self._worker = None
 
     def _call(self, asked: Mapping[int, dict[str, Any]], keys: tuple[str, ...]) -> dict[int, Answer]:
         started = time.monotonic()

@@ -15,6 +15,7 @@ from rlft_fast.data import Images, Samples, cat_lists
 from rlft_fast.engine import WeightStream, checksum
 from rlft_fast.errors import RunError, StepError
 from rlft_fast.rollout.columns import to_samples
+from rlft_fast.rollout.joined import JoinedRequests
 from rlft_fast.rollout.types import (
     Answers,
     Completion,
@@ -65,6 +66,7 @@ class Rollout:
         restarts: whether `answer` may start a failed generator again now, with the policy's weights. Where they are
             trained meanwhile, the next `sync` starts it again.
         seconds: time in which this rank's generator worked on the last requests [s].
+        joined: several threads of a process that trains alone may call `answer`, and `sync` between their calls.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Rollout:
         self.restarts = True
         self._failure: Exception | None = None  # of a generator that `sync` has to start again
         self.seconds = 0.0
+        self.joined = JoinedRequests(self._answer_all)
         self.generator = start()
 
     def sync(self) -> None:
@@ -95,6 +98,10 @@ class Rollout:
         Raises:
             RolloutError: the generator did not take all of them, twice, or (``check_weights``) not as they were sent.
         """
+        with self.joined.alone():
+            self._sync()
+
+    def _sync(self) -> None:
         self.weight_version += 1
         failure, self._failure = self._failure, None
         if failure is None:
@@ -135,6 +142,9 @@ class Rollout:
             RolloutError: the generator failed (a generator with its own weights: twice), or the policy's logits are not
                 finite; raised on all ranks.
         """
+        return self.joined.answer(requests, params)
+
+    def _answer_all(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
         sample = partial(self._answer, requests, params)
         answers, failure = self._together_or_leave(sample)
         if failure is not None and not isinstance(failure, RequestError):

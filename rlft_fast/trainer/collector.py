@@ -93,15 +93,50 @@ class Collector:
         prompts = self.prompts.select(rows)
         return Collected(prompts, num_streamed, samples, self.greedy(prompts).reward_B if self.needs_greedy else None)
 
-    def of_tensors(self, step: int, first_prompt: int, tensors: Mapping[str, Tensor]) -> Collected | None:
-        """The samples of a step from what a checkpoint has of them; None if they answer other prompts than the data's.
+    def collect_group(self, step: int, first_prompt: int, place: int) -> Collected:
+        """The samples of one prompt of a step without refills; `joined` makes the step of all.
+
+        Args:
+            step: see `collect`.
+            first_prompt: see `collect`.
+            place: of the prompt among the prompts of the step.
+        """
+        rows, _ = self.curriculum.choose(step, first_prompt)
+        prompts = self.prompts.select(rows[place : place + 1])
+        samples = self._rollout(prompts, step, place)
+        return Collected(prompts, 1, samples, self.greedy(prompts).reward_B if self.needs_greedy else None)
+
+    def joined(self, step: int, first_prompt: int, groups: Sequence[Collected]) -> Collected:
+        """What `collect` gives, of each prompt's own, in the order of the prompts.
+
+        Args:
+            step: see `collect`.
+            first_prompt: see `collect`.
+            groups: of `collect_group`.
+        """
+        rows, num_streamed = self.curriculum.choose(step, first_prompt)
+        samples = [own.samples.replace(row_B=own.samples.row_B + place) for place, own in enumerate(groups)]
+        greedy = [own.greedy_G for own in groups if own.greedy_G is not None]
+        seconds: dict[str, float] = {}
+        for own in groups:  # which are collected at the same time
+            seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in own.seconds.items()}
+        greedy_G = torch.cat(greedy) if greedy else None
+        return Collected(self.prompts.select(rows), num_streamed, cat_samples(samples), greedy_G, seconds)
+
+    def of_tensors(
+        self, step: int, first_prompt: int, tensors: Mapping[str, Tensor], place: int | None = None
+    ) -> Collected | None:
+        """The samples from what a checkpoint has of them; None if they answer other prompts than the data's.
 
         Args:
             step: see `collect`.
             first_prompt: see `collect`.
             tensors: see `Collected.tensors`.
+            place: see `collect_group`; None: of the whole step.
         """
         rows, num_streamed = self.curriculum.choose(step, first_prompt)
+        if place is not None:
+            rows, num_streamed = rows[place : place + 1], 1
         prompts = self.prompts.select(rows)
         if not torch.equal(_ids(prompts), tensors[_PROMPTS]):
             return None

@@ -1,6 +1,7 @@
 """From completions to samples with rewards: functions on the rank that sampled, reward models on all of them."""
 
 import math
+import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,7 @@ class Judge:
         weights = {name: own.weight for name, own in config.reward.models.items()}
         self.model_weights = weights | {MODEL_PART: config.reward.model_weight}
         self.seconds = 0.0
+        self._turn = threading.Lock()  # functions are called by one thread at a time
         self._replaces = False  # whether its functions score episodes in the environment's place
 
     @classmethod
@@ -98,7 +100,7 @@ class Judge:
 
         def score() -> tuple[list[str], list[Parts]]:
             try:
-                with STOP.alone():
+                with STOP.alone(), self._turn:
                     return self._score_own(prompts, own)
             finally:
                 self.seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Collects the samples of coming steps in a thread, while the steps before them are trained."""
+"""Collects the samples of coming steps in threads, while the steps before them are trained."""
 
 import time
 import warnings
@@ -20,34 +20,35 @@ class StuckError(RolloutError):
 
 
 class Overlap(Generic[T]):
-    """Runs a schedule with one generator, which collects one step after the other.
+    """Runs a schedule with one generator. The threads begin the schedule's groups in their order.
 
     A generator that has failed is started again between two updates, because it takes the policy's weights, which an
-    update changes. The steps that failed are then collected again.
+    update changes. The groups that failed are then collected again.
 
     Args:
-        schedule: which steps, and when.
-        ready: the samples of steps that the schedule knows to be finished.
-        collect: collects a step, in a thread. It must not start a generator again.
+        schedule: which groups, and when.
+        ready: the samples of groups that the schedule knows to be finished.
+        collect: collects a group, in a thread. It must not start a generator again.
         renew: gives the generator the weights of now, and starts it again if it has ended.
         name: of the generator, in messages.
-        longest_wait_s: a wait for one step's samples that takes longer is an error. No later wait is begun then.
+        longest_wait_s: a wait for one group's samples that takes longer is an error. No later wait is begun then.
+        num_threads: groups that are collected at once.
         named_after_s: a wait for samples is told every so many seconds.
     """
 
     def __init__(
         self, schedule: Schedule, ready: Mapping[int, T], collect: Callable[[int], T], renew: Callable[[], None],
-        name: str, longest_wait_s: float, named_after_s: float = _NAMED_AFTER_S,
+        name: str, longest_wait_s: float, num_threads: int = 1, named_after_s: float = _NAMED_AFTER_S,
     ) -> None:  # fmt: skip
         self.schedule, self.collect, self.renew = schedule, collect, renew
         self.name, self.longest_wait_s, self.named_after_s = name, longest_wait_s, named_after_s
         self._running: dict[int, Future[T]] = {}
         self._ready = {**ready}
-        self._threads = DaemonThreads(1, "rollout")
+        self._threads = DaemonThreads(num_threads, "rollout")
         self._is_stuck = False
 
-    def take(self) -> T:
-        """The samples of the step to be trained next. The steps that may run beside its update are started before.
+    def take(self) -> list[T]:
+        """The samples of the groups to be trained next. The groups that may run beside their update are started before.
 
         Raises:
             RolloutError: the generator failed, was started again, and failed again; or it cannot sample at all.
@@ -58,25 +59,27 @@ class Overlap(Generic[T]):
         has_failed = False
         self._start()
         while not self.schedule.can_train:
-            step = self.schedule.trained
-            self._wait_for(step)
-            failure = self._running[step].exception()
+            group, number = self.schedule.missing[0], self.schedule.trained + 1
+            self._wait_for(group)
+            failure = self._running[group].exception()
             if failure is None:
-                self._finish(step)
+                self._finish(group)
             elif not isinstance(failure, RolloutError) or failure.is_divergence or has_failed:
                 raise failure
             else:
                 has_failed = True
                 warnings.warn(
-                    f"{failure}. {self.name} is started again, and samples step {step + 1} again", stacklevel=2
+                    f"{failure}. {self.name} is started again, and samples step {number} again",
+                    stacklevel=2,
                 )
                 self._collect_again()
             self._start()
-        return self._ready[self.schedule.trained]
+        return [self._ready[group] for group in self.schedule.groups_of(self.schedule.trained)]
 
     def train(self) -> None:
         """Notes the update of the step whose samples were taken."""
-        del self._ready[self.schedule.trained]
+        for group in self.schedule.groups_of(self.schedule.trained):
+            del self._ready[group]
         self.schedule.train()
 
     def drain(self) -> None:
@@ -86,48 +89,49 @@ class Overlap(Generic[T]):
             StuckError: see `take`.
             LeftEarlyError: see `take`.
         """
-        for step in self._running:
-            self._wait_for(step)
+        for group in self._running:
+            self._wait_for(group)
 
     def ready(self, *, waits: bool = True) -> dict[int, T]:
-        """The samples of the steps that are collected and not trained, after `drain` if it ``waits``."""
+        """The samples of the groups that are collected and not trained, after `drain` if it ``waits``."""
         if waits and not self._is_stuck:
             self.drain()
-        for step in [step for step, x in self._running.items() if x.done() and x.exception() is None]:
-            self._finish(step)
-        return {step: self._ready[step] for step in sorted(self._ready)}
+        for group in [group for group, x in self._running.items() if x.done() and x.exception() is None]:
+            self._finish(group)
+        return {group: self._ready[group] for group in sorted(self._ready)}
 
     def close(self) -> None:
-        """Starts no more steps, and forgets the step that is being collected."""
+        """Starts no more groups, and forgets the groups that are being collected."""
         self._threads.close()
 
     def join(self) -> None:
-        """After `close` and the end of the generator: waits some seconds for the thread."""
+        """After `close` and the end of the generator: waits some seconds for the threads."""
         self._threads.join(_JOINED_WITHIN_S)
 
     def _start(self) -> None:
         if self.schedule.wants_weights:
             self.renew()
             self.schedule.renew()
-        for step in self.schedule.start():
-            self._running[step] = self._threads.submit(self.collect, step)
+        for group in self.schedule.start():
+            self._running[group] = self._threads.submit(self.collect, group)
 
-    def _finish(self, step: int) -> None:
-        self._ready[step] = self._running.pop(step).result()
-        self.schedule.finish(step)
+    def _finish(self, group: int) -> None:
+        self._ready[group] = self._running.pop(group).result()
+        self.schedule.finish(group)
 
     def _collect_again(self) -> None:
-        """Has every step that failed started again."""
+        """Has every group that failed started again."""
         self.ready()
-        for step in self._running:
-            self.schedule.fail(step)
+        for group in self._running:
+            self.schedule.fail(group)
         self._running.clear()
 
-    def _wait_for(self, step: int) -> None:
+    def _wait_for(self, group: int) -> None:
+        step = self.schedule.step_of(group)
         started = time.monotonic()
         while (left_s := started + self.longest_wait_s - time.monotonic()) > 0:
             with STOP.alone():
-                waited = wait([self._running[step]], timeout=min(self.named_after_s, left_s))
+                waited = wait([self._running[group]], timeout=min(self.named_after_s, left_s))
             if waited.done:
                 return
             warnings.warn(

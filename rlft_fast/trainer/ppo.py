@@ -52,7 +52,9 @@ from rlft_fast.trainer.schedule import Schedule
 from rlft_fast.world import STOP, LeftEarlyError, World, init_distributed
 
 _SHOWN_EXAMPLES = 3
-_AHEAD = "ahead."  # of the names of tensors in a checkpoint; then step, ".", name
+_AHEAD = "ahead."  # of the names of tensors in a checkpoint; then number of the group, ".", name
+_MOST_GROUPS = 256  # collected at once; a thread each
+_GATHER_S = 0.01  # groups that begin together ask the generator together
 
 
 class PPOTrainer:
@@ -182,37 +184,55 @@ class PPOTrainer:
         return collected
 
     def _take(self, step: int, first_prompt: int) -> Collected:
-        """The samples of a step from the thread, which collects further steps meanwhile."""
+        """The samples of a step from the threads, which collect further steps meanwhile."""
         if self.overlap is None:
             self.overlap = self._begin_to_overlap(step, first_prompt)
         assert self.overlap.schedule.trained == step
         with self.phases.timed("wait"), _leaving_together(self.world):
-            collected = self.overlap.take()
+            groups = self.overlap.take()
+        collected = self.collector.joined(step, first_prompt, groups) if self._is_in_flight else groups[0]
         for name, seconds in collected.seconds.items():
             self.phases.seconds[name] = seconds
         return collected
 
+    @property
+    def _is_in_flight(self) -> bool:
+        """Whether each prompt of a step is collected alone, and answers go on across updates."""
+        return self.config.rollout.update == "in-flight"
+
     def _begin_to_overlap(self, first_step: int, first_prompt: int) -> Overlap[Collected]:
         rollout, count = self.rollout, self.config.rollout.prompts_per_step
         assert isinstance(rollout, Rollout)  # the configuration refuses a cluster
-        collector = self._collector(Phases(self.world, elsewhere=TotalUsage))  # memory is measured here
+        rollout.restarts = False
+        num_groups, num_threads = 1, 1
+        if self._is_in_flight:
+            num_groups, num_threads = count, min(count * (1 + self.config.rollout.max_staleness), _MOST_GROUPS)
+            rollout.joined.gather_s = _GATHER_S
         number = lambda step: first_prompt + (step - first_step) * count  # noqa: E731
 
-        def collect(step: int) -> Collected:
-            collector.phases.restart()
-            rollout.restarts = False
-            try:
-                collected = collector.collect(step, number(step))
-            finally:
-                rollout.restarts = True
+        def collect(group: int) -> Collected:
+            step, place = divmod(group, num_groups)
+            collector = self._collector(Phases(self.world, elsewhere=TotalUsage))  # memory is measured here
+            collected = (
+                collector.collect_group(step, number(step), place)
+                if self._is_in_flight
+                else collector.collect(step, number(step))
+            )
             return collected._replace(seconds=collector.phases.seconds)
 
-        kept = {step: collector.of_tensors(step, number(step), own) for step, own in _by_step(self._kept).items()}
-        ready = {step: collected for step, collected in kept.items() if collected is not None}
+        def known(group: int, tensors: dict[str, Tensor]) -> Collected | None:
+            step, place = divmod(group, num_groups)
+            return self.collector.of_tensors(step, number(step), tensors, place if self._is_in_flight else None)
+
+        kept = {group: known(group, own) for group, own in _by_group(self._kept).items()}
+        ready = {group: collected for group, collected in kept.items() if collected is not None}
         self._kept = {}
-        schedule = Schedule(self.config.rollout.max_staleness, self.config.steps, first_step, ready)
+        schedule = Schedule(
+            self.config.rollout.max_staleness, self.config.steps, first_step, ready, num_groups,
+            drains=not self._is_in_flight,
+        )  # fmt: skip
         longest_wait_s = 60 * self.config.timeout_minutes
-        return Overlap(schedule, ready, collect, self._sync, rollout.generator.name, longest_wait_s)
+        return Overlap(schedule, ready, collect, self._sync, rollout.generator.name, longest_wait_s, num_threads)
 
     def _sync(self) -> None:
         """Gives the generator the weights of now."""
@@ -286,12 +306,26 @@ class PPOTrainer:
             with _leaving_together(self.world):
                 self.overlap.drain()
             self._sync()
-        metrics, samples = evaluate_sets(self.config, self.held_out, judge, self.collector.answer)
+        with self._restarting():
+            metrics, samples = evaluate_sets(self.config, self.held_out, judge, self.collector.answer)
         first = next(iter(samples.values()))
         shown = first.select((first.number_B == 0).nonzero().flatten()[:_SHOWN_EXAMPLES])
         examples = [text.strip() for text in shown.texts or ()]
         num_scored = sum(len(found.row_B[found.has_reward_B].unique()) for found in samples.values())
         return Evaluated(metrics=metrics, examples=examples, num_scored=num_scored)
+
+    @contextlib.contextmanager
+    def _restarting(self) -> Iterator[None]:
+        """Inside, nothing trains, and a generator that fails may be started again at once."""
+        rollout = self.rollout
+        if self.overlap is None or not isinstance(rollout, Rollout):
+            yield
+            return
+        rollout.restarts = True
+        try:
+            yield
+        finally:
+            rollout.restarts = False
 
     # ---- the state of a run -------------------------------------------------------------------------------------
 
@@ -328,9 +362,11 @@ class PPOTrainer:
         """See `Trainer`: the samples of coming steps."""
         if self.overlap is None:
             return self._kept
-        ready = self.overlap.ready(waits=waits)
+        ready = self.overlap.ready(waits=waits and not self._is_in_flight)
         return {
-            f"{_AHEAD}{step}.{name}": x for step, collected in ready.items() for name, x in collected.tensors().items()
+            f"{_AHEAD}{group}.{name}": x
+            for group, collected in ready.items()
+            for name, x in collected.tensors().items()
         }
 
     def load_ahead(self, tensors: Mapping[str, Any]) -> None:
@@ -359,10 +395,10 @@ def _leaving_together(world: World) -> Iterator[None]:
         raise
 
 
-def _by_step(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """What `PPOTrainer.ahead` gave, by step."""
+def _by_group(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """What `PPOTrainer.ahead` gave, by group."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        step, own = name.removeprefix(_AHEAD).split(".", 1)
-        found.setdefault(int(step), {})[own] = tensor
+        group, own = name.removeprefix(_AHEAD).split(".", 1)
+        found.setdefault(int(group), {})[own] = tensor
     return found

@@ -1,5 +1,7 @@
 """Runs whose samples are collected while earlier steps train. The generator is a copy of the policy that takes time."""
 
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -82,6 +84,30 @@ def test_resuming(how, copied, tiny_model, tmp_path):
     assert [row["weight_version"] for row in rows[::16]] == [1, 1, 1, 3, 3, 5]
 
 
+def test_groups_go_on_across_updates(overlapped, copied, tiny_model, tmp_path):
+    """Each prompt once, in the order of a run in turn, by weights no older than the bound; also after a stop."""
+    in_turn = overlapped("in turn", 0, steps=6)
+    slow = lambda number: (0.0, 0.04, 0.1)[number % 3]  # noqa: E731
+    run = overlapped("in flight", 2, slow, steps=6, rollout__update="in-flight")
+
+    def stopping(number: int) -> float:
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return slow(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        overlapped("cut", 2, stopping, steps=6, rollout__update="in-flight")
+    copied(slow)
+    changes = {"steps": 6, "rollout__max_staleness": 2, "rollout__update": "in-flight", **APART}
+    train(toy_config(tiny_model("llama"), tmp_path / "cut", **changes), resume=True)
+    prompts = lambda run: [(row["step"], row["prompt"]) for row in read_lines(run / "samples.jsonl")]  # noqa: E731
+    for found in (run, tmp_path / "cut/run"):
+        assert prompts(found) == prompts(in_turn)
+        rows = read_lines(found / "samples.jsonl")
+        assert {row["step"] - row["weight_version"] for row in rows} <= {0, 1, 2}
+        assert [row["staleness_max"] <= 2 for row in read_lines(found / "metrics.jsonl")] == [True] * 6
+
+
 def failing(*numbers: int):
     def seconds(number: int) -> float:
         if number in numbers:
@@ -142,6 +168,7 @@ def test_a_stuck_generator_ends_the_run(overlapped, tmp_path, monkeypatch):
         ({"algorithm__max_refills": 1, "algorithm__skip_equal_groups": True}, "cannot go with algorithm.max_refills"),
         ({"reward__model": "somewhere"}, "cannot go with a reward model"),
         ({"cluster": {}}, "cannot go with a cluster section"),
+        ({"rollout__max_staleness": 0, "rollout__update": "in-flight"}, "update is in-flight, but max_staleness is 0"),
     ],
 )
 def test_refusals(changes, message, tmp_path):

@@ -138,13 +138,35 @@ def on_two_processes(rank: int, values: dict[str, Any]) -> None:
     train(Config.parse(values))
 
 
+IN_FLIGHT = {"rollout__max_staleness": 2, "rollout__update": "in-flight"}
+
+
 @needs_vllm
-def test_episodes_by_vllm(config, tmp_path):
-    """Its log-probabilities are as near to the policy's as those of single messages."""
-    train(config(rollout__backend="vllm", rollout__vllm=SMALL))
+@pytest.mark.parametrize(
+    "changes", [{"rollout__vllm": SMALL}, {"rollout__vllm": SMALL | {"process": "separate"}, **IN_FLIGHT}]
+)
+def test_episodes_by_vllm(changes, config, tmp_path):
+    """Its log-probabilities are as near to the policy's as those of single messages, where the policy has sampled."""
+    train(config(rollout__backend="vllm", **changes))
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [1 < line["turns_mean"] <= 3 for line in lines] == [True] * 3
-    assert max(line["mismatch_max"] for line in lines) < 1e-3
+    assert max(line["mismatch_max"] for line in lines if not line.get("staleness_max")) < 1e-3
+    assert max(line.get("staleness_max", 0) for line in lines) <= 2
+
+
+@pytest.mark.slow
+def test_episodes_go_on_with_new_weights(config, tmp_path, monkeypatch):
+    """From turn to turn, none older than the bound; each prompt is trained once."""
+    build = lambda engine, *_: copied_rollout(engine, lambda number: 0.05)  # noqa: E731
+    monkeypatch.setattr(rlft_fast.trainer.models, "build_rollout", build)
+    train(config(steps=6, rollout__backend="vllm", rollout__vllm={"process": "separate"}, **IN_FLIGHT))
+    lines, rows = (read_lines(tmp_path / f"run/{name}.jsonl") for name in ("metrics", "samples"))
+    assert [line["staleness_max"] <= 2 and 1 < line["turns_mean"] <= 3 for line in lines] == [True] * 6
+    mixed = [line for line in lines if line["staleness_mean"] != int(line["staleness_mean"])]
+    assert mixed  # a step has tokens of several versions
+    train(config("in_turn", steps=6))
+    asked = lambda rows: [(row["step"], row["prompt"]) for row in rows]  # noqa: E731
+    assert asked(rows) == asked(read_lines(tmp_path / "in_turn/samples.jsonl"))
 
 
 @pytest.mark.dist

@@ -29,8 +29,9 @@ OPTIONS = {
 
 
 def run(folder: Path) -> None:
-    held_out = str(folder / "data.jsonl")
-    train(toy_config(folder.parent / "model", folder, **OPTIONS, evaluation__path=held_out), resume=True)
+    update = "in-flight" if "in-flight" in folder.name else "drain"
+    own = {"rollout__update": update, "evaluation__path": str(folder / "data.jsonl")}
+    train(toy_config(folder.parent / "model", folder, **OPTIONS, **own), resume=True)
 
 
 def killed(folder: Path, rng: random.Random, longest_s: float, most: int) -> int:
@@ -51,19 +52,22 @@ def killed(folder: Path, rng: random.Random, longest_s: float, most: int) -> int
     raise AssertionError("the run takes too long")
 
 
-def kill_runs(folder: Path, num_kills: int, longest_s: float) -> None:
-    """Kills runs until so many were killed; each run ends as the whole run did."""
+def kill_runs(folder: Path, kind: str, num_kills: int, longest_s: float) -> None:
+    """Kills runs until so many were killed. Each trains the prompts of the whole run, with its numbers if it drains."""
     torch.set_num_threads(1)
     save_tiny_model("llama", folder / "model", **HEADS)
     rng, done, number = random.Random(48), 0, 0
     assert killed(folder / "whole", rng, 0.0, 0) == 0
     while done < num_kills:
         number += 1
-        done += killed(folder / f"run{number}", rng, longest_s, num_kills - done)
-        whole, found = folder / "whole/run", folder / f"run{number}/run"
-        steps = [row["step"] for row in read_lines(found / "samples.jsonl")]
-        assert steps == [step for step in range(1, STEPS + 1) for _ in range(16)]
-        assert_same_result(found, whole)
+        done += killed(folder / f"{kind}{number}", rng, longest_s, num_kills - done)
+        whole, found = folder / "whole/run", folder / f"{kind}{number}/run"
+        rows = read_lines(found / "samples.jsonl")
+        assert [row["step"] for row in rows] == [step for step in range(1, STEPS + 1) for _ in range(16)]
+        assert [row["prompt"] for row in rows] == [row["prompt"] for row in read_lines(whole / "samples.jsonl")]
+        assert {row["step"] - row["weight_version"] for row in rows} == {0, 1, 2}
+        if kind != "in-flight":
+            assert_same_result(found, whole)
     print(f"{done} kills of {number} runs")
 
 
@@ -77,8 +81,9 @@ def kill_in_process_of_its_own(folder: Path, kind: str, num_kills: int, longest_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [10, pytest.param(50, marks=pytest.mark.long)])
-def test_kills_at_random_moments(num_kills, tmp_path):
-    assert kill_in_process_of_its_own(tmp_path, "copied", num_kills, 1.5).startswith(f"{num_kills} kills of ")
+@pytest.mark.parametrize("kind", ["copied", "in-flight"])
+def test_kills_at_random_moments(kind, num_kills, tmp_path):
+    assert kill_in_process_of_its_own(tmp_path, kind, num_kills, 1.5).startswith(f"{num_kills} kills of ")
 
 
 @pytest.mark.long
@@ -94,6 +99,6 @@ def slow_copy(engine, *_: object) -> object:
 
 if __name__ == "__main__":
     own_folder, own_kind, own_kills, own_seconds = sys.argv[1:]
-    if own_kind == "copied":
+    if own_kind != "vllm":
         rlft_fast.trainer.models.build_rollout = slow_copy
-    kill_runs(Path(own_folder), int(own_kills), float(own_seconds))
+    kill_runs(Path(own_folder), own_kind, int(own_kills), float(own_seconds))
