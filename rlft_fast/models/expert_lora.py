@@ -96,13 +96,20 @@ def _forward(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: T
 
 def _product(experts: Any, x: Tensor, name: str, expert: Tensor, offsets: Tensor) -> Tensor:
     """(rows, out) of rows that are sorted by expert."""
+    product = grouped_mm if x.dtype == torch.bfloat16 else _uncompiled
     weight = getattr(experts, name)
-    out = grouped_mm(x, weight if experts.is_transposed else weight.transpose(1, 2), offs=offsets)
+    out = product(x, weight if experts.is_transposed else weight.transpose(1, 2), offs=offsets)
     if experts.has_bias:
         out = out + getattr(experts, f"{name}_bias")[expert]
     adapters = experts.adapters
     if name in adapters.names and adapters.are_enabled:
-        low = grouped_mm(x, getattr(experts, f"lora_A_{name}").transpose(1, 2), offs=offsets)
-        up = grouped_mm(low, getattr(experts, f"lora_B_{name}").transpose(1, 2), offs=offsets)
+        low = product(x, getattr(experts, f"lora_A_{name}").transpose(1, 2), offs=offsets)
+        up = product(low, getattr(experts, f"lora_B_{name}").transpose(1, 2), offs=offsets)
         out = out + adapters.scale * up
     return out
+
+
+@torch.compiler.disable
+def _uncompiled(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """`grouped_mm`, of which torch.compile knows bfloat16 alone."""
+    return grouped_mm(x, weight, offs=offs)

@@ -79,6 +79,17 @@ def test_files_of_adapters_have_no_place_for_experts(tiny_model, tmp_path):
         export_hf(moved(tiny_model("mixtral")), tmp_path, adapter=True)
 
 
+def test_experts_are_compiled_in_float32(tiny_model):
+    """torch.compile knows the grouped product of bfloat16 alone."""
+    engine = moved(tiny_model("mixtral"))
+    experts = next(module for _, module in engine.model.named_modules() if hasattr(module, "adapters"))
+    hidden, weights = torch.randn(5, 32), torch.rand(5, 2)
+    chosen = torch.tensor([[0, 1], [3, 2], [11, 0], [5, 4], [1, 0]])
+    with torch.no_grad():
+        compiled = torch.compile(experts.forward, backend="eager")(hidden, chosen, weights)
+        assert torch.equal(compiled, experts(hidden, chosen, weights))
+
+
 def trained(path: Path) -> FSDPEngine:
     engine = make_engine(path, config={"lora": LORA}, max_tokens=24, optimizer={"learning_rate": 0.01})
     for _ in range(2):
