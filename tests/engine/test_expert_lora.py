@@ -29,6 +29,7 @@ def moved(path: Path, **options) -> FSDPEngine:
 
 
 # gpt-oss has biases, and matrices of (in, out); Qwen3-MoE has a dense layer, whose down_proj is a linear layer.
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-moe", "deepseek-v3", "qwen3.5-moe"])
 def test_gradients_are_those_of_the_merged_weights(name, tiny_model, tmp_path):
     """With W = W_0 + s B A, the gradients are dB = s dW A^T and dA = s B^T dW."""

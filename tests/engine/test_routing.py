@@ -47,6 +47,7 @@ def step(engine: FSDPEngine, batch: Batch) -> tuple[dict[str, float], dict[str, 
 
 
 # One micro-batch, and several. With sequences alone, prompts that are shared in one micro-batch run several times.
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("max_tokens", [128, 24])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_auxiliary_loss_is_that_of_transformers(name, max_tokens, tiny_model):
@@ -143,6 +144,7 @@ def _sequences(batch: Batch) -> list[list[int]]:
     return [ids.tolist() for ids in batch.input_ids_T.split(batch.lengths.tolist())]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "qwen3.5-moe"])
 def test_a_replay_is_the_model_with_these_experts(name, tiny_model, monkeypatch):
     path, batch = tiny_model(name), random_batch()
