@@ -10,7 +10,7 @@ from typing import Any
 
 from rlft_fast.cli.keys import key_reference, split_overrides
 from rlft_fast.cli.parser import Parser, path
-from rlft_fast.config import OBJECTIVES, Config, ConfigError, RunConfig, load_config
+from rlft_fast.config import OBJECTIVES, ConfigError, RunConfig, load_config
 from rlft_fast.errors import Checks, printable
 
 
@@ -28,12 +28,10 @@ def run(arguments: list[str], objective: str | None = None) -> int:
     if options.resume == "":
         raise ConfigError("--resume= names no checkpoint: give a name, such as step_00000020, or --resume alone")
     config = load_config(options.config, overrides, objective)
-    if options.ray and not isinstance(config, Config):
-        raise ConfigError("--ray is for objective: rl, whose models can live in workers: leave --ray out")
     if options.ray and overrides.get("cluster") == "null":
         raise ConfigError("--ray asks for a cluster, and --cluster null for none: leave one of them out")
     if options.ray and config.cluster is None:
-        config = Config.load(options.config, {"cluster": "{}"} | overrides)
+        config = load_config(options.config, {"cluster": "{}"} | overrides, objective)
     if options.fit:
         config = _fitted(config)
     checks, output = Checks(), Path(config.output_dir)

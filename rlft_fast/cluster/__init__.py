@@ -3,7 +3,7 @@
 connecting  joining a cluster, or starting one on this machine
 group       `WorkerGroup`: one world of worker processes, and how their ends are told
 dispatch    how a call's arguments reach the workers, and how their results come back
-workers     the roles: actor, rollout and reference; critic; reference alone; teacher; reward model
+workers     the roles: actor, rollout and reference; critic; reference alone; teacher; reward model; objectives of rows
 remote      what a trainer holds in place of engines, rollout and checkpoints
 generators  vLLM servers that generate for a run, and replacements of servers that die
 head        the head of the cluster, which is watched, and how to end without it
@@ -32,6 +32,7 @@ from rlft_fast.cluster.workers import (
     CriticWorker,
     ReferenceWorker,
     RewardModelWorker,
+    TaughtWorker,
     TeacherWorker,
     Worker,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "RemoteRollout",
     "ResourcePool",
     "RewardModelWorker",
+    "TaughtWorker",
     "TeacherWorker",
     "TotalUsage",
     "Worker",

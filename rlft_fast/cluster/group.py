@@ -25,7 +25,7 @@ from rlft_fast.cluster.pool import ResourcePool
 from rlft_fast.cluster.sendable import raising_little, require_sendable
 from rlft_fast.cluster.usage import TotalUsage, Usage
 from rlft_fast.cluster.workers import Worker
-from rlft_fast.config import Config
+from rlft_fast.config import RunConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import Future
 from rlft_fast.errors import RunError
@@ -60,7 +60,7 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, worker_class: type[Worker], config: Config, num_workers: int, *, gpus: float = 0,
+        self, worker_class: type[Worker], config: RunConfig, num_workers: int, *, gpus: float = 0,
         cpus: int = 1, pool: ResourcePool | None = None,
     ) -> None:  # fmt: skip
         self.name = worker_class.__name__
@@ -105,7 +105,7 @@ class WorkerGroup:
         """The process ids of the workers, on their own machines."""
         return self._gather([actor.pid.remote() for actor in self._actors])
 
-    def _start(self, worker_class: type[Worker], config: Config, pool: ResourcePool, gpus: float, cpus: int) -> None:
+    def _start(self, worker_class: type[Worker], config: RunConfig, pool: ResourcePool, gpus: float, cpus: int) -> None:
         import ray
 
         remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(_Host)
@@ -292,7 +292,7 @@ class _Host(Leaving):
         address = ray.util.get_node_ip_address()
         return ray.get_runtime_context().get_node_id(), address, port, os.readlink("/proc/self/fd/2")
 
-    def join(self, worker_class: type[Worker], config: Config, environment: dict[str, Any]) -> None:
+    def join(self, worker_class: type[Worker], config: RunConfig, environment: dict[str, Any]) -> None:
         from rlft_fast.world import init_distributed
 
         os.environ.update({name: str(value) for name, value in environment.items()})

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, ONE_TO_ALL, RANK_ZERO, register
-from rlft_fast.config import TOKEN_VARIABLE, Config, ModelConfig, run_roles
+from rlft_fast.config import TOKEN_VARIABLE, Config, ModelConfig, RunConfig, TaughtConfig, run_roles
 from rlft_fast.data import Samples, Share
 from rlft_fast.engine import (
     CheckpointManager,
@@ -44,15 +44,15 @@ class Worker:
             method that measures it sets it.
     """
 
-    def __init__(self, config: Config, world: World) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self.config: Any = config  # of the objective that the class is for
         self.world = world
         self.engines: dict[str, FSDPEngine] = {}
         self.busy_seconds = 0.0
         self._managers: dict[str, CheckpointManager] = {}
 
     @staticmethod
-    def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
+    def engine_configs(config: Any) -> Mapping[str, ModelConfig]:
         """The configuration of each engine, by the names that `register` uses; the driver plans with it."""
         raise NotImplementedError
 
@@ -353,7 +353,7 @@ class TeacherWorker(Worker):
     """The teacher of a distillation."""
 
     @staticmethod
-    def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
+    def engine_configs(config: Any) -> Mapping[str, ModelConfig]:
         return _own_config(config, "teacher")
 
     @register(ONE_TO_ALL)
@@ -382,13 +382,35 @@ class ColocatedWorker(ActorRolloutRefWorker, CriticWorker, TeacherWorker, Reward
         self._start_rollout()
 
 
-def _is_here(config: Config, name: str) -> bool:
+class TaughtWorker(Worker):
+    """The models of a run that learns from rows, but for a teacher with workers of its own."""
+
+    @staticmethod
+    def engine_configs(config: TaughtConfig) -> Mapping[str, ModelConfig]:
+        return {name: role.config for name, role in run_roles(config).items() if _is_here(config, name)}
+
+    @register(ONE_TO_ALL)
+    def init_model(self, num_training_steps: int) -> None:
+        """Loads the models.
+
+        Args:
+            num_training_steps: optimizer steps of the whole run, for the schedule.
+        """
+        self._load([*self.engine_configs(self.config)], num_training_steps)
+
+    @register(ONE_TO_ALL)
+    def export(self, folder: str) -> None:
+        """Writes the model that trains as transformers loads it."""
+        export_hf(self.engines["actor"], Path(folder), overwrite=True)
+
+
+def _is_here(config: RunConfig, name: str) -> bool:
     """Whether the run has the role, and the actor's workers hold it."""
     apart = name != "actor" and config.cluster is not None and name.partition(".")[0] in config.cluster.groups
     return name in run_roles(config) and not apart
 
 
-def _own_config(config: Config, name: str) -> dict[str, ModelConfig]:
+def _own_config(config: RunConfig, name: str) -> dict[str, ModelConfig]:
     """The configuration of a role, for workers that hold it alone."""
     roles = run_roles(config)
     if name not in roles:

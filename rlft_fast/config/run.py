@@ -190,12 +190,8 @@ class Config(RunConfig):
     """Most MiB per step of numbers of each token, in the folder tokens for rlft-fast view; null: none are written."""
 
     def for_device(self, device_type: str) -> Self:
-        """With `ModelConfig.for_device` of each model.
-
-        With a cluster the GPUs of the actor's workers decide, so that all parts of a run compute in one dtype.
-        """
-        if self.cluster is not None:
-            device_type = "cuda" if self.cluster.actor.gpus else "cpu"
+        """With `ModelConfig.for_device` of each model."""
+        device_type = self.device_of_models(device_type)
         models = {
             "actor": self.actor, "critic": self.critic, "reference": self.reference, "teacher": self.teacher,
         }  # fmt: skip

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from rlft_fast.config.base import Section, rule
+from rlft_fast.config.cluster import ClusterConfig
 from rlft_fast.config.model import EngineConfig, TopKTeacherConfig
 from rlft_fast.config.paths import DataPath
 from rlft_fast.config.resume import MayChange
@@ -77,7 +78,6 @@ class PairEvaluationConfig(HeldOutConfig):
 class TaughtConfig(RunConfig):
     """What the runs that learn from rows share."""
 
-    cluster: ClassVar[None] = None  # pyrefly: ignore [bad-override] (models live in the processes of torchrun)
     head: ClassVar[HeadKind] = "logprob"
 
     data: TaughtDataConfig
@@ -90,8 +90,17 @@ class TaughtConfig(RunConfig):
     """Numbers on held-out rows."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints of the run."""
+    cluster: MayChange[ClusterConfig | None] = None
+    """Workers on a Ray cluster; null: the processes that torchrun has started, or this process alone."""
     log: MayChange[tuple[TrackerName, ...]] = ("jsonl",)
     """Trackers that get the numbers of each step. The file metrics.jsonl is always written."""
+
+    @rule
+    def _workers_have_a_model(self) -> Iterator[str]:
+        given = {} if self.cluster is None else {**self.cluster.groups, "generators": self.cluster.generators}
+        for name, workers in given.items():
+            if workers is not None and name not in self.roles:
+                yield f"cluster.{name} is given, but objective {self.objective} has none: leave it out"
 
     @rule
     def _longest_row_fits(self) -> Iterator[str]:
@@ -141,6 +150,7 @@ class SFTConfig(TaughtConfig):
     def for_device(self, device_type: str) -> Self:
         """With `ModelConfig.for_device` of each model."""
         resolved, teacher = super().for_device(device_type), self.teacher
+        device_type = self.device_of_models(device_type)
         return resolved.model_copy(update={"teacher": None if teacher is None else teacher.for_device(device_type)})
 
     @rule

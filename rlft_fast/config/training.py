@@ -180,7 +180,17 @@ class RunConfig(Section):
 
     def for_device(self, device_type: str) -> Self:
         """With `ModelConfig.for_device` of each model."""
+        device_type = self.device_of_models(device_type)
         return self.model_copy(update={"actor": self.actor.for_device(device_type)})
+
+    def device_of_models(self, device_type: str) -> str:
+        """The kind of device that models are on: with a cluster that of the actor's workers, otherwise this process's.
+
+        So all parts of a run compute in one dtype.
+        """
+        if self.cluster is None:
+            return device_type
+        return "cuda" if self.cluster.actor.gpus else "cpu"
 
     @rule
     def _profiled_here(self) -> Iterator[str]:

@@ -16,7 +16,7 @@ from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.evaluation import own_rows, own_samples
 from rlft_fast.trainer.experience import early_stop_metrics, penalize_length, rows_with_signal
 from rlft_fast.trainer.judge import Judge
-from rlft_fast.trainer.models import Models
+from rlft_fast.trainer.models import SamplingModels
 from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import World
 
@@ -59,8 +59,8 @@ class Collector:
     """
 
     def __init__(
-        self, config: Config, world: World, prompts: Prompts, curriculum: Curriculum, judge: Judge, models: Models,
-        phases: Phases, player: EpisodePlayer | None = None, needs_greedy: bool = False,
+        self, config: Config, world: World, prompts: Prompts, curriculum: Curriculum, judge: Judge,
+        models: SamplingModels, phases: Phases, player: EpisodePlayer | None = None, needs_greedy: bool = False,
     ) -> None:  # fmt: skip
         self.player, self.needs_greedy = player, needs_greedy
         self.config, self.world, self.prompts, self.judge = config, world, prompts, judge

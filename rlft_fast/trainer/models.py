@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +18,7 @@ from rlft_fast.cluster import (
     RemoteRollout,
     ResourcePool,
     RewardModelWorker,
+    TaughtWorker,
     TeacherWorker,
     TotalUsage,
     Worker,
@@ -28,7 +29,17 @@ from rlft_fast.cluster import (
     require_connected,
     shared_part,
 )
-from rlft_fast.config import ClusterConfig, Config, EngineConfig, GroupName, run_roles, server_urls
+from rlft_fast.config import (
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    GroupName,
+    RunConfig,
+    SFTConfig,
+    TaughtConfig,
+    run_roles,
+    server_urls,
+)
 from rlft_fast.engine import (
     CheckpointManager,
     Engine,
@@ -39,20 +50,21 @@ from rlft_fast.engine import (
 from rlft_fast.rollout import Rollout, build_rollout, token_from_environment
 from rlft_fast.world import World
 
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+
 _WORKERS: dict[GroupName, type[Worker]] = {
-    "actor": ColocatedWorker, "critic": CriticWorker, "reference": ReferenceWorker, "teacher": TeacherWorker,
+    "critic": CriticWorker, "reference": ReferenceWorker, "teacher": TeacherWorker,
     "reward": RewardModelWorker,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """What a trainer drives.
+    """The models that a trainer drives.
 
     Args:
         engines: by their roles, see `rlft_fast.config.run_roles`.
         trained: the engines that train.
-        rollout: samples from the policy.
         checkpoints: makes the manager of the checkpoints in a folder.
         export: writes the policy to a folder, as transformers loads it.
         close: ends what lives elsewhere.
@@ -62,7 +74,6 @@ class Models:
 
     engines: Mapping[str, Engine]
     trained: Mapping[str, Any]
-    rollout: Rollout | RemoteRollout
     checkpoints: Callable[[Path], CheckpointManager | RemoteCheckpoints]
     export: Callable[[Path], None]
     close: Callable[[], None]
@@ -77,6 +88,17 @@ class Models:
     def divergence(self, name: str) -> str:
         """Says that the engine has diverged, and which settings to lower."""
         return divergence(name, self.trained[name].config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingModels(Models):
+    """The models of reinforcement learning.
+
+    Args:
+        rollout: samples from the policy.
+    """
+
+    rollout: Rollout | RemoteRollout
 
 
 def divergence(name: str, config: EngineConfig) -> str:
@@ -105,8 +127,10 @@ def notes_on(engines: Mapping[str, Engine], trained: Mapping[str, Any]) -> Itera
             yield f"{name}: units of sharding\n{engine.facts.units}"
 
 
-def build_models(config: Config, tokenizer: PreTrainedTokenizerBase, world: World, num_training_steps: int) -> Models:
-    """The models that the configuration names.
+def build_models(
+    config: Config, tokenizer: PreTrainedTokenizerBase, world: World, num_training_steps: int
+) -> SamplingModels:  # fmt: skip
+    """The models that the configuration names, and what samples from the policy.
 
     Args:
         config: of the run.
@@ -118,24 +142,66 @@ def build_models(config: Config, tokenizer: PreTrainedTokenizerBase, world: Worl
         ValueError: a model cannot be used, or the cluster lacks what the configuration asks for.
     """
     if config.cluster is not None:
-        return _remote_models(config, world, num_training_steps)
+        return _remote_sampling(config, world, num_training_steps)
     engines = {name: role_engine(config, name, world, num_training_steps) for name in run_roles(config)}
     actor = engines["actor"]
     rollout = build_rollout(actor, tokenizer, config.rollout, config.longest_sequence)
-    kept = config.checkpoint
-    return Models(
-        engines=engines, trained=_trained(config, engines), rollout=rollout,
-        checkpoints=lambda folder: CheckpointManager(folder, kept.max_num, kept.max_mem, world),
+    return SamplingModels(
+        engines=engines, trained=_trained(config, engines), rollout=rollout, checkpoints=_checkpoints(config, world),
         export=lambda folder: export_hf(actor, folder, stop=config.rollout.stop, overwrite=True), close=rollout.close,
         num_devices=world.size,
     )  # fmt: skip
 
 
-def _trained(config: Config, engines: Mapping[str, Any]) -> dict[str, Any]:
+def build_taught(config: TaughtConfig, world: World) -> Models:
+    """The models of a run that learns from rows. Arguments and errors are those of `build_models`."""
+    if config.cluster is not None:
+        return _remote_taught(config, world)
+    engines = {name: role_engine(config, name, world, config.steps) for name in run_roles(config)}
+    return Models(
+        engines=engines, trained=_trained(config, engines), checkpoints=_checkpoints(config, world),
+        export=lambda folder: export_hf(engines["actor"], folder, overwrite=True), close=lambda: None,
+        num_devices=world.size,
+    )  # fmt: skip
+
+
+def _checkpoints(config: RunConfig, world: World) -> Callable[[Path], CheckpointManager]:
+    kept = config.checkpoint
+    return lambda folder: CheckpointManager(folder, kept.max_num, kept.max_mem, world)
+
+
+def _trained(config: RunConfig, engines: Mapping[str, Any]) -> dict[str, Any]:
     return {name: engines[name] for name, role in run_roles(config).items() if role.trains}
 
 
-def _remote_models(config: Config, world: World, num_training_steps: int) -> Models:
+def _remote_taught(config: TaughtConfig, world: World) -> Models:
+    config = _on_cluster(config, world)
+    with contextlib.ExitStack() as stack:
+        groups = stack.enter_context(_groups(config, TaughtWorker))
+        return _started(config, groups, TaughtWorker, config.steps, stack.pop_all())
+
+
+def _remote_sampling(config: Config, world: World, num_training_steps: int) -> SamplingModels:
+    config, cluster = _on_cluster(config, world), config.cluster
+    assert cluster is not None
+    with contextlib.ExitStack() as stack:
+        servers = None
+        if cluster.generators is not None:
+            generators = Generators(config)
+            stack.callback(generators.close)
+            servers = lambda: (generators.urls(), generators.token)  # noqa: E731
+        elif config.rollout.servers:
+            servers = lambda: (server_urls(config.rollout.servers), token_from_environment())  # noqa: E731
+        groups = stack.enter_context(_groups(config, ColocatedWorker))
+        group = groups["actor"]
+        if servers is not None:
+            group.use_servers(*servers())
+        models = _started(config, groups, ColocatedWorker, num_training_steps, stack.pop_all())
+    return SamplingModels(**vars(models), rollout=RemoteRollout(group, servers))
+
+
+def _on_cluster(config: AnyConfig, world: World) -> AnyConfig:
+    """The configuration as workers get it, after this process has joined the cluster."""
     assert config.cluster is not None
     if world.size > 1:
         raise ValueError(
@@ -145,26 +211,26 @@ def _remote_models(config: Config, world: World, num_training_steps: int) -> Mod
     parts = parts_of(cluster)
     connect(cluster.address, None if cluster.address else num_cpus(parts))
     require_connected(parts)
+    return config
+
+
+def _started(
+    config: RunConfig, groups: Mapping[GroupName, Any], actor_class: type[Worker], num_training_steps: int,
+    opened: contextlib.ExitStack,
+) -> Models:  # fmt: skip
+    """The models of the groups, which load them. ``opened`` has what closes with the models, at once if that fails."""
+    cluster, group, engines = config.cluster, groups["actor"], dict[str, RemoteEngine]()
+    assert cluster is not None
     with contextlib.ExitStack() as stack:
-        servers = None
-        if cluster.generators is not None:
-            generators = Generators(config)
-            stack.callback(generators.close)
-            servers = lambda: (generators.urls(), generators.token)  # noqa: E731
-        elif config.rollout.servers:
-            servers = lambda: (server_urls(config.rollout.servers), token_from_environment())  # noqa: E731
-        groups = stack.enter_context(_groups(config, cluster))
-        group = groups["actor"]
-        if servers is not None:
-            group.use_servers(*servers())
+        stack.enter_context(opened)
         _load(groups, num_training_steps, together=not cluster.sharing_gpus)
-        engines: dict[str, RemoteEngine] = {}
-        for name, holder in groups.items():
-            configs, facts = _WORKERS[name].engine_configs(config), holder.facts()
+        for kind, holder in groups.items():
+            worker_class = actor_class if kind == "actor" else _WORKERS[kind]
+            configs, facts = worker_class.engine_configs(config), holder.facts()
             engines |= {name: RemoteEngine(holder, name, configs[name], facts[name]) for name in facts}
         close = stack.pop_all().close
     return Models(
-        engines=engines, trained=_trained(config, engines), rollout=RemoteRollout(group, servers),
+        engines=engines, trained=_trained(config, engines),
         checkpoints=lambda folder: RemoteCheckpoints(group, groups.get("critic"), folder.absolute()),
         export=lambda folder: group.export(str(folder.absolute())), close=close,
         num_devices=_num_training(cluster),
@@ -183,8 +249,10 @@ def _num_training(cluster: ClusterConfig) -> int:
 
 
 @contextlib.contextmanager
-def _groups(config: Config, cluster: ClusterConfig) -> Iterator[dict[GroupName, Any]]:
+def _groups(config: RunConfig, actor_class: type[Worker]) -> Iterator[dict[GroupName, Any]]:
     """The groups of workers by name, the actor's first. Those that share GPUs are in one pool."""
+    cluster = config.cluster
+    assert cluster is not None
     with contextlib.ExitStack() as stack:
         pools: dict[str, ResourcePool] = {}
         for name, part in shared_part(cluster).items():
@@ -192,8 +260,9 @@ def _groups(config: Config, cluster: ClusterConfig) -> Iterator[dict[GroupName, 
             pools |= dict.fromkeys(cluster.sharing_gpus, stack.enter_context(pool))
         groups: dict[GroupName, Any] = {}
         for name, workers in cluster.groups.items():
+            kind = actor_class if name == "actor" else _WORKERS[name]
             group = WorkerGroup(
-                _WORKERS[name], config, workers.num_workers, gpus=workers.gpus, cpus=workers.cpus, pool=pools.get(name)
+                kind, config, workers.num_workers, gpus=workers.gpus, cpus=workers.cpus, pool=pools.get(name)
             )
             groups[name] = stack.enter_context(group)
         yield groups
@@ -217,20 +286,29 @@ def _load(groups: Mapping[GroupName, Any], num_training_steps: int, *, together:
     results({"actor": groups["actor"].init_model.submit(num_training_steps), **begun})
 
 
-def _with_absolute_paths(config: Config) -> Config:
+def _with_absolute_paths(config: AnyConfig) -> AnyConfig:
     """Workers may run in another folder than the driver."""
-
-    def absolute(path: str | None) -> str | None:
-        return None if path is None else str(Path(path).absolute())
-
-    models = {name: own.model_copy(update={"model": absolute(own.model)}) for name, own in config.reward.models.items()}
-    reward = config.reward.model_copy(update={"model": absolute(config.reward.model), "models": models})
-    actor = config.actor.model_copy(update={"init_from": absolute(config.actor.init_from)})
-    critic, teacher = config.critic, config.teacher
-    if critic is not None:
-        own = {"model": absolute(critic.model), "init_from": absolute(critic.init_from)}
-        critic = critic.model_copy(update=own)
+    own: dict[str, Any] = {"model": _absolute(config.model), "actor": _started_from(config.actor)}
+    teacher = config.teacher if isinstance(config, (Config, SFTConfig)) else None
     if teacher is not None:
-        teacher = teacher.model_copy(update={"model": absolute(teacher.model)})
-    own = {"model": absolute(config.model), "actor": actor, "reward": reward, "critic": critic, "teacher": teacher}
-    return config.model_copy(update=own)
+        own["teacher"] = teacher.model_copy(update={"model": _absolute(teacher.model)})
+    return config.model_copy(update=own | (_paths_of_rl(config) if isinstance(config, Config) else {}))
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).absolute())
+
+
+def _started_from(config: EngineConfig) -> EngineConfig:
+    return config.model_copy(update={"init_from": _absolute(config.init_from)})
+
+
+def _paths_of_rl(config: Config) -> dict[str, Any]:
+    models = {
+        name: own.model_copy(update={"model": _absolute(own.model)}) for name, own in config.reward.models.items()
+    }
+    reward = config.reward.model_copy(update={"model": _absolute(config.reward.model), "models": models})
+    critic = config.critic
+    if critic is not None:
+        critic = _started_from(critic).model_copy(update={"model": _absolute(critic.model)})
+    return {"reward": reward, "critic": critic}

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from rlft_fast.cluster import require_own_machine
 from rlft_fast.config import Config, EngineConfig, RunConfig, SFTConfig, TaughtConfig, run_roles
 from rlft_fast.engine import CheckpointManager, Schedule, check_names, find_start, require_trainable, step_of
 from rlft_fast.errors import Checks
@@ -111,6 +112,8 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool | str = Fals
 
 def _check_rows(config: TaughtConfig, checks: Checks, *, resume: bool) -> list[str]:
     """`check_inputs` of a run that learns from rows."""
+    if (cluster := config.cluster) is not None and cluster.address is None:
+        checks.run(lambda: require_own_machine(cluster))
     lines, kind = [], "reward.model" if config.head == "score" else "model"
     data, model = checks.run(lambda: RowsData.load(config)), checks.run(partial(_buildable, kind, config.model))
     if model is not None:

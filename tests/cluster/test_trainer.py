@@ -16,8 +16,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from rlft_fast.config import DPOConfig, RewardModelConfig, SFTConfig
 from tests.support.processes import ALONE, ROOT, ancestry, wait_for
-from tests.trainer.toy import HERE, comparable, read_lines, toy_values
+from tests.trainer.supervised.rows import texts
+from tests.trainer.supervised.test_pairs import pair_config
+from tests.trainer.toy import HERE, comparable, read_lines, toy_values, write_rows
 
 BIN = Path(sys.executable).parent
 pytestmark = [
@@ -45,6 +48,10 @@ def write(folder: Path, values: dict) -> Path:
 def same_runs(first: Path, second: Path) -> None:
     assert comparable(first) == comparable(second)
     assert read_lines(first / "samples.jsonl") == read_lines(second / "samples.jsonl")
+    same_weights(first, second)
+
+
+def same_weights(first: Path, second: Path) -> None:
     (weights, others) = (load_file(run / "hf" / "model.safetensors") for run in (first, second))
     assert weights.keys() == others.keys()
     assert all(weights[name].equal(others[name]) for name in weights)
@@ -75,6 +82,37 @@ def test_the_run_of_torchrun(tiny_model, tmp_path):
     train(ALONE, config, *ray, *apart)
     same_runs(tmp_path / "torchrun", tmp_path / "ray")
     assert [path.name for path in (tmp_path / "ray" / "checkpoints" / "critic").iterdir()]
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "reward"])
+def test_objectives_of_rows(objective, tiny_model, tmp_path):
+    """SFT with a teacher in workers of its own."""
+    kind = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardModelConfig}[objective]
+    model, options, ray = tiny_model("llama-reward" if objective == "reward" else "llama"), {}, [*WORKERS]
+    if objective == "sft":
+        teacher = {"model": str(tiny_model("qwen2")), "max_tokens": 128, "top_k": 4}
+        data = str(write_rows(tmp_path / "texts.jsonl", texts(20)))
+        options = {"data__path": data, "evaluation__path": data, "teacher": teacher}
+        ray += ["--cluster.teacher.num_workers", "2"]
+    config = tmp_path / "config.yaml"
+    config.write_text(pair_config(kind, model, tmp_path / "rows", **options).to_yaml())
+    train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))
+    train(ALONE, config, *ray, "--output_dir", str(tmp_path / "ray"))
+    assert comparable(tmp_path / "ray") == comparable(tmp_path / "torchrun")
+    same_weights(tmp_path / "ray", tmp_path / "torchrun")
+
+
+def test_preferences_go_on_in_workers(tiny_model, tmp_path):
+    """With the log-probabilities of the reference that torchrun has kept."""
+    config = tmp_path / "config.yaml"
+    values = pair_config(DPOConfig, tiny_model("llama"), tmp_path / "rows", evaluation=None)
+    config.write_text(values.to_yaml())
+    train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))
+    mixed = ["--output_dir", str(tmp_path / "mixed")]
+    train(TORCHRUN, config, *mixed, "--steps", "2")
+    train(ALONE, config, *WORKERS, *mixed, "--resume")
+    assert comparable(tmp_path / "mixed") == comparable(tmp_path / "torchrun")
+    same_weights(tmp_path / "mixed", tmp_path / "torchrun")
 
 
 def test_a_teacher_with_workers_of_its_own(tiny_model, tmp_path):

@@ -61,6 +61,12 @@ def test_resolved_yaml_loads_to_the_same_configuration(kind, tmp_path):
         ),
         ({"loss": {"beta": 1.0}}, None, r"loss has no meaning for objective: sft: leave it out \(it is a key of dpo\)"),
         ({"checkpoint": {"best": "held_out_loss"}}, None, "expected null, because the run has no evaluation"),
+        (
+            {"cluster": {"generators": {}}},
+            None,
+            "cluster.generators is given, but objective sft has none: leave it out",
+        ),
+        ({"cluster": {"teacher": {}}}, None, "cluster.teacher is given, but objective sft has none"),
     ],
 )
 def test_messages(changes, objective, message, file):

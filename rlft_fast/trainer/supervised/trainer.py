@@ -4,6 +4,7 @@ The rows of a step are a function of the seed and the step, so a run that contin
 uninterrupted run would have done. The number of processes changes a run by rounding alone.
 """
 
+import contextlib
 import hashlib
 import json
 import time
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import DPOConfig, PairConfig, RunConfig, SFTConfig, TaughtConfig, fixed_settings
-from rlft_fast.engine import TRAINED, CheckpointManager, FSDPEngine, export_hf, role_engine, weighted
+from rlft_fast.engine import TRAINED, CheckpointManager, weighted
 from rlft_fast.errors import Checks
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import BradleyTerryLoss, LikelihoodLoss, PairLoss, PreferenceLoss
@@ -25,7 +26,7 @@ from rlft_fast.run import Evaluated, Phases, StepResult, dotted
 from rlft_fast.trainer.distillation import asked_of_teacher, check_embeddings, check_teacher, with_teacher
 from rlft_fast.trainer.evaluation import check_finite
 from rlft_fast.trainer.inputs import model_checksums
-from rlft_fast.trainer.models import divergence, notes_on
+from rlft_fast.trainer.models import build_taught, notes_on
 from rlft_fast.trainer.prompts import RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
 from rlft_fast.trainer.supervised.reference import Reference, chunks
@@ -89,35 +90,6 @@ def _load(config: TaughtConfig, tokenizer: PreTrainedTokenizerBase, sets: Sequen
     return load_pairs(config.data, tokenizer, config.model, sets, scored=config.head == "score")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalModels:
-    """The models of a run in this process and those beside it, see `rlft_fast.run.protocol.Models`.
-
-    Args:
-        config: of the run.
-        actor: the model that trains.
-        world: the processes that share the model.
-    """
-
-    config: RunConfig
-    actor: FSDPEngine
-    world: World
-
-    @property
-    def trained(self) -> Mapping[str, FSDPEngine]:
-        return {"actor": self.actor}
-
-    def checkpoints(self, folder: Path) -> CheckpointManager:
-        kept = self.config.checkpoint
-        return CheckpointManager(folder, kept.max_num, kept.max_mem, self.world)
-
-    def export(self, folder: Path) -> None:
-        export_hf(self.actor, folder, overwrite=True)
-
-    def divergence(self, name: str) -> str:
-        return divergence(name, self.actor.config)
-
-
 class RowsTrainer:
     """The model and the rows of a configuration, and one step of learning with them.
 
@@ -140,23 +112,31 @@ class RowsTrainer:
         self.data = RowsData.load(config)
         world.require_agreement("data", dict(dotted(self.data.descriptions)))
         self.loss = loss_of(config)
-        self.phases = Phases(world)
-        self.restart()
-        check_row_tokens(self.models.actor.facts.num_embeddings, self.data)
-        self.teacher = self._load_teacher()
+        elsewhere = None if config.cluster is None else lambda: self.models.take_usage()  # of the models of now
+        self.phases = Phases(world, elsewhere=elsewhere)
+        self._load_models()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            self._check_models()
+            stack.pop_all()
         self._has_reference = False
         if isinstance(self.loss, PreferenceLoss):
             self._attach_references()
             if CheckpointManager(Path(config.output_dir) / "checkpoints").latest() is not None:
                 self._infer_references()  # while the model is the reference: a checkpoint may be loaded next
 
-    def _load_teacher(self) -> FSDPEngine | None:
-        if not isinstance(self.config, SFTConfig) or self.config.teacher is None:
-            return None
-        teacher = role_engine(self.config, "teacher", self.world)
-        check_embeddings(self.models.actor.facts.num_embeddings, teacher.facts.num_embeddings, self.config.teacher)
-        check_finite("teacher.model", teacher)
-        return teacher
+    def _load_models(self) -> None:
+        self.models = build_taught(self.config, self.world)
+        self.teacher = self.models.engines.get("teacher")
+
+    def _check_models(self) -> None:
+        num_embeddings = self.models.actor.facts.num_embeddings
+        check_row_tokens(num_embeddings, self.data)
+        if self.teacher is not None:
+            assert isinstance(self.config, SFTConfig)
+            assert self.config.teacher is not None
+            check_embeddings(num_embeddings, self.teacher.facts.num_embeddings, self.config.teacher)
+            check_finite("teacher.model", self.teacher)
 
     def _attach_references(self) -> None:
         """Gives each set its log-probabilities under the reference, which may be kept in the folder of the run."""
@@ -200,7 +180,7 @@ class RowsTrainer:
         reference, actor = rows.reference, self.models.actor
         if keeps:
             reference.keep()
-        most_tokens = _CAPS * actor.config.max_tokens * self.world.size
+        most_tokens = _CAPS * actor.config.max_tokens * self.models.num_devices
         for pairs in chunks(reference.missing(used), rows.lengths, most_tokens):
             reference.put(pairs, actor.infer(rows.batch(pairs), ("logprob",))["logprob"])
         reference.sync()
@@ -230,7 +210,9 @@ class RowsTrainer:
         with self.phases.timed("update"):
             metrics = actor.train_step(batch, self.loss, schedule_step=step)
         metrics = {"train_loss": metrics.pop("loss")} | metrics | self.phases.metrics()
-        metrics |= actor.facts.utilisation(actor.facts.flops.of(batch), self.phases.seconds["update"], self.world.size)
+        metrics |= actor.facts.utilisation(
+            actor.facts.flops.of(batch), self.phases.seconds["update"], self.models.num_devices
+        )
         metrics |= {"tokens": batch.num_tokens, "taught_tokens": int(batch.loss_mask_T.sum())}
         seconds = time.perf_counter() - started
         metrics |= {"seconds": seconds, "tokens_per_second": batch.num_tokens / seconds}
@@ -249,7 +231,7 @@ class RowsTrainer:
         """The loss and its metrics, of all rows at once. A teacher is not asked."""
         loss = LikelihoodLoss() if isinstance(self.loss, LikelihoodLoss) else self.loss
         batch, actor = rows.batch(range(len(rows))), self.models.actor
-        (name,) = TRAINED[actor.require_head()][:1]
+        (name,) = TRAINED[self.config.head][:1]
         asked = batch.active_T
         fields = {f"{name}_T": actor.infer(batch, (name,))[name][asked]}
         fields["entropy_T"] = torch.zeros_like(fields[f"{name}_T"])  # which is not measured
@@ -267,9 +249,9 @@ class RowsTrainer:
     # ---- the state of a run -------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Loads the model of the model folder."""
-        actor = role_engine(self.config, "actor", self.world, self.config.steps)
-        self.models = LocalModels(config=self.config, actor=actor, world=self.world)
+        """Starts new workers in place of all workers, after some were lost, with the weights of the model folders."""
+        self.models.close()
+        self._load_models()
 
     def identity(self) -> dict[str, Any]:
         """See `Trainer`."""
@@ -277,8 +259,7 @@ class RowsTrainer:
 
     def notes(self) -> Iterator[str]:
         """See `Trainer`."""
-        teacher = {} if self.teacher is None else {"teacher": self.teacher}
-        yield from notes_on({**self.models.trained, **teacher}, self.models.trained)
+        yield from notes_on(self.models.engines, self.models.trained)
         yield from overlong_notes({name: rows.overlong for name, rows in self.data.named.items()})
 
     def start(self, step: int) -> None:
@@ -305,7 +286,8 @@ class RowsTrainer:
         """See `ahead`."""
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Ends workers."""
+        self.models.close()
 
 
 def loss_of(config: TaughtConfig) -> LikelihoodLoss | PairLoss:
