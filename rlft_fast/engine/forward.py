@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, join_outputs, pad_sequences, share_prefixes
 from rlft_fast.models import (
-    ImageInputs,
     ModelInputs,
     check_images,
     has_vision,
@@ -24,7 +23,6 @@ from rlft_fast.ops import slice_tokens
 from rlft_fast.ops.packing import RowIndex, row_index, segment_expand, segment_sum
 from rlft_fast.world import World
 
-_Inputs = TypeVar("_Inputs", ModelInputs, ImageInputs)
 _ON_HOST = ("output_index_A", "row_T")  # places of outputs, which are filled on the host
 
 
@@ -114,7 +112,7 @@ def prepare_model_inputs(
         row_T=row_T,
         support_AK=None if support_TK is None else support_TK[output_index_A].long(),
         routed_experts_UK=None if experts_TK is None else own_rows(experts_TK.T).T.contiguous(),
-        images=None if images is None else _move_fields(images, device),
+        images=None if images is None else images.to(device, _move),
         sequence_group=sequence_group,
         padded_length=layout.padded_length,
     )
@@ -249,10 +247,10 @@ def _pad_segments(layout: PackedLayout, num_padded: int) -> tuple[Tensor, Tensor
     return boundaries_q, boundaries_k, row_index(index_M, num_rows + num_padded)
 
 
-def _move_fields(inputs: _Inputs, device: torch.device) -> _Inputs:
+def _move_fields(inputs: ModelInputs, device: torch.device) -> ModelInputs:
     """The same with its tensors on the device, but for the places of the outputs."""
     values = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name not in _ON_HOST}
-    moved: dict[str, Tensor | RowIndex] = {}
+    moved: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             moved[name] = _move(value, device)

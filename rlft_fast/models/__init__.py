@@ -14,6 +14,7 @@ sinks            attention sinks, around any flash attention
 architectures    which models can be packed
 probe            finds what a model does between its backbone and its logits
 vision           images of vision-language models
+image_families   what differs between their families
 lora             low-rank adapters
 patch            log-probabilities inside any trainer: patch_lm_head
 """
@@ -36,6 +37,7 @@ with needing_train():
     from rlft_fast.models.checksum import model_checksum
     from rlft_fast.models.ends import end_token_ids, generation_defaults, split_stop
     from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
+    from rlft_fast.models.image_families import ImageFamily
     from rlft_fast.models.loading import (
         build_critic,
         build_policy,
@@ -43,7 +45,7 @@ with needing_train():
         check_loadable,
         folder_dtype,
         hidden_size,
-        image_token_id,
+        image_family,
         load,
         load_critic,
         load_policy,
@@ -56,9 +58,10 @@ with needing_train():
     from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
     from rlft_fast.models.vision import (
         ImageInputs,
+        blank_image,
         check_images,
+        has_three_positions,
         has_vision,
-        image_token_counts,
         prepare_images,
         rotary_positions,
     )
@@ -75,6 +78,7 @@ with needing_train():
 __all__ = [
     "PACKED_ATTENTION",
     "CheckpointPart",
+    "ImageFamily",
     "ImageInputs",
     "LogprobHead",
     "LogprobOutput",
@@ -88,6 +92,7 @@ __all__ = [
     "adapter_parameters",
     "add_lora",
     "all_rows_of_own_heads",
+    "blank_image",
     "build_critic",
     "build_policy",
     "build_reward_model",
@@ -100,11 +105,11 @@ __all__ = [
     "end_token_ids",
     "folder_dtype",
     "generation_defaults",
+    "has_three_positions",
     "has_vision",
     "head_parameters",
     "hidden_size",
-    "image_token_counts",
-    "image_token_id",
+    "image_family",
     "load",
     "load_critic",
     "load_policy",

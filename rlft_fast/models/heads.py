@@ -25,7 +25,7 @@ from rlft_fast.models.architectures import (
 from rlft_fast.models.packed import ModelInputs, final_hidden
 from rlft_fast.models.probe import probe
 from rlft_fast.models.row_cache import RowCache, takes_row_cache
-from rlft_fast.models.vision import has_vision, prompts_with_images
+from rlft_fast.models.vision import has_three_positions, prompts_with_images
 from rlft_fast.ops import (
     LinearLogprob,
     LinearLogprobLoss,
@@ -394,7 +394,7 @@ class PolicyModel(_HeadedModel):
             attention_mask=attention_mask[:, :-1], position_ids=positions[..., :-1], use_cache=True, **keywords,
             **{_cache_argument(model.forward): cache},
         )  # fmt: skip
-        return cache, positions[0, :, -1]
+        return cache, positions[..., -1].view(-1, len(prompt_ids))[0]
 
     def next_logits(self, token_ids_U: Tensor, position_U: Tensor, padding_U: Tensor, cache: RowCache) -> Tensor:
         """(U, V) logits after the next token of each row.
@@ -456,7 +456,7 @@ def _one_sequence(model: PreTrainedModel, input_ids_T: Tensor, target_T: Tensor)
     """The inputs of one sequence of T tokens that are all active."""
     length, device = len(target_T), target_T.device
     position_ids_T = torch.arange(length, device=device)
-    if has_vision(model.base_model):
+    if has_three_positions(model.base_model):
         position_ids_T = position_ids_T.expand(3, -1)
     boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
     return ModelInputs(

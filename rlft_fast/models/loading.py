@@ -27,10 +27,10 @@ from rlft_fast.errors import brief, without_panics
 from rlft_fast.files import read_text
 from rlft_fast.models.architectures import own_implementation, require_causal
 from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
+from rlft_fast.models.image_families import FAMILIES, ImageFamily
 from rlft_fast.models.lora import initialize_lora
 from rlft_fast.models.quantized import mark_quantized, take_quantization
 from rlft_fast.models.value_head import stored_head
-from rlft_fast.models.vision import VISION_MODELS
 from rlft_fast.models.weights import build_on_meta, check_weights, load_weights, materialize, stored_dtype
 from rlft_fast.tokenizer_files import check_tokenizer_files
 
@@ -230,14 +230,14 @@ def hidden_size(path: str | Path) -> int:
     return getattr(_read_config(path).get_text_config(), "hidden_size", 0)
 
 
-def image_token_id(path: str | Path) -> int | None:
-    """The token that stands for pieces of images, of the model in a folder; None: it takes no images.
+def image_family(path: str | Path) -> tuple[ImageFamily, PreTrainedConfig] | None:
+    """The family and the configuration of the model in a folder; None: it takes no images.
 
     Raises:
         ValueError: the folder is missing or unreadable.
     """
     config = _read_config(path)
-    return config.image_token_id if config.model_type in VISION_MODELS else None
+    return (FAMILIES[config.model_type], config) if config.model_type in FAMILIES else None
 
 
 def _read_config(path: str | Path):

@@ -1,19 +1,19 @@
-"""Images in packed sequences: Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+"""Images in packed sequences: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA and InternVL.
 
-`rlft_fast.data.Images` hold what the model's image processor returns: ``pixel_values`` (patches, channels) and
-``image_grid_thw`` (images, 3). The vision tower turns the patches into one feature per image token, and the feature
-replaces the embedding of the token.
+`rlft_fast.data.Images` hold what the model's image processor returns. The vision tower turns it into one feature per
+image token, and the feature replaces the embedding of the token. `rlft_fast.models.image_families` has what differs
+from family to family.
 
 The samples of a prompt have the same images. The tower runs on these images once, and the samples share the features.
 
 The tower runs once per micro-batch. If the micro-batch has no image, the tower runs on a blank image, whose features
 are not used, so that every rank runs the same collectives. The gradients of the tower are then zeros.
 
-Shapes: T tokens of a micro-batch, N of them image tokens, U rows that run on this rank, P patches, I images.
+Shapes: T tokens of a micro-batch, N of them image tokens, U rows that run on this rank.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlft_fast.data import Batch, Images
+from rlft_fast.models.image_families import FAMILIES, ImageFamily
 
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-_FIELDS = ("pixel_values", "image_grid_thw")
+VISION_MODELS = (*FAMILIES,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,29 +31,34 @@ class ImageInputs:
     """The inputs of a vision tower, and the rows that take its features.
 
     Args:
-        pixel_values: (P, channels) float32 patches of all images.
-        image_grid_thw: (I, 3) int64 patches of each image along time, height and width.
+        tower: the tower's inputs by name, of all images.
         source_index_U: (U,) int64, the content of each row u: u for the embedding of its token, U + f for feature f.
     """
 
-    pixel_values: Tensor
-    image_grid_thw: Tensor
+    tower: Mapping[str, Tensor]
     source_index_U: Tensor
 
-
-def image_token_counts(inputs: Mapping[str, Tensor], processor: Any) -> list[int]:
-    """The number of tokens of each image.
-
-    Args:
-        inputs: what the processor has returned for the images.
-        processor: of the model.
-    """
-    return (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()
+    def to(self, device: torch.device, move: Any = Tensor.to) -> "ImageInputs":
+        """The same on a device."""
+        tower = {name: move(x, device) for name, x in self.tower.items()}
+        return ImageInputs(tower=tower, source_index_U=move(self.source_index_U, device))
 
 
 def has_vision(backbone: nn.Module) -> bool:
     """Whether this is the backbone of a vision-language model."""
-    return isinstance(getattr(backbone, "visual", None), nn.Module)
+    return getattr(getattr(backbone, "config", None), "model_type", None) in FAMILIES
+
+
+def has_three_positions(backbone: nn.Module) -> bool:
+    """Whether a token has positions in time, height and width."""
+    return has_vision(backbone) and hasattr(backbone, "get_rope_index")
+
+
+def blank_image(backbone: Any) -> dict[str, Tensor]:
+    """The inputs of the tower for a blank image."""
+    family = _family(backbone)
+    blank = family.blank(backbone.config)
+    return {name: blank[name] for name in family.tower_fields}
 
 
 def embed_with_images(backbone: Any, input_ids_U: Tensor, images: ImageInputs) -> dict[str, Any]:
@@ -62,7 +67,7 @@ def embed_with_images(backbone: Any, input_ids_U: Tensor, images: ImageInputs) -
     Qwen3-VL also adds features to the hidden states of its first layers (DeepStack).
     """
     tokens_UD, source_index_U = backbone.get_input_embeddings()(input_ids_U), images.source_index_U
-    found = backbone.get_image_features(images.pixel_values, images.image_grid_thw)
+    found = backbone.get_image_features(**images.tower)
     # masked_scatter would wait for the device, and index_select does not. Features that no row takes get zero
     # gradients.
     rows = torch.cat([tokens_UD, *(x.to(tokens_UD.dtype) for x in found.pooler_output)])
@@ -81,20 +86,21 @@ def check_images(backbone: Any, batch: Batch) -> None:
     Raises:
         ValueError: an input is no image, or a sequence, which the message names by number, does not fit.
     """
+    family, config = _family(backbone), backbone.config
     for own in batch.images:
-        if {*own.inputs} != {*_FIELDS}:
-            raise ValueError(f"images have {', '.join(sorted(own.inputs))}: expected {' and '.join(_FIELDS)}")
-    merge = backbone.config.vision_config.spatial_merge_size
+        if {*own.inputs} != {*family.fields}:
+            raise ValueError(
+                f"images have {', '.join(sorted(own.inputs))}: expected {' and '.join(family.fields)} alone"
+            )
     masks = _sequences(batch, _is_image(backbone, batch))
     for b, (mask, own) in enumerate(zip(masks, batch.images_B, strict=True)):
-        grid = None if own is None else own.inputs["image_grid_thw"]
-        sizes = [] if grid is None else grid.prod(-1).tolist()
-        given, runs = 0 if own is None else own.inputs["pixel_values"].shape[0], _run_lengths(mask)
-        if given != sum(sizes) or runs != [size // merge**2 for size in sizes]:
+        given = 0 if own is None else own.inputs["pixel_values"].shape[0]
+        patches, lengths = (0, []) if own is None else (family.patches(own.inputs), family.tokens(config, own.inputs))
+        if given != patches or _run_lengths(mask) != lengths:
             raise ValueError(
-                f"sequence {b} has {given} patches and runs of {runs} image tokens, but its image_grid_thw is "
-                f"{None if grid is None else grid.tolist()}: expected {sum(sizes)} patches, an image token for "
-                f"each {merge} x {merge} patches, and text between images"
+                f"sequence {b} has {given} patches and runs of {_run_lengths(mask)} image tokens, expected {patches} "
+                f"patches and runs of {lengths} by the {' and '.join(family.fields)} of its images, and text between "
+                "images"
             )
 
 
@@ -115,16 +121,15 @@ def prepare_images(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int) ->
     row_N = row_T[position_N]
     source_index_U = torch.arange(num_rows)
     source_index_U[row_N[row_N >= 0]] = num_rows + feature_N[row_N >= 0]
-    pixel_values, grids = _pixels_and_grids(backbone, batch)
-    return ImageInputs(pixel_values=pixel_values, image_grid_thw=grids, source_index_U=source_index_U)
+    return ImageInputs(tower=_tower_inputs(backbone, batch), source_index_U=source_index_U)
 
 
 def rotary_positions(backbone: Any, batch: Batch) -> Tensor:
-    """(T,) int64 position of each token in its sequence. A vision-language model has (3, T): time, height and width.
+    """(T,) int64 position of each token in its sequence. Qwen's models have (3, T): time, height and width.
 
     The model's own ``get_rope_index`` computes the three positions.
     """
-    if not has_vision(backbone):
+    if not has_three_positions(backbone):
         return batch.position_ids_T
     ids, types = (_sequences(batch, x) for x in (batch.input_ids_T, _is_image(backbone, batch).long()))
     grids = [None if own is None else own.inputs["image_grid_thw"] for own in batch.images_B]
@@ -149,39 +154,40 @@ def prompts_with_images(
         images: of each prompt; None where it has none.
 
     Returns:
-        The keywords of the text model for (G, L - 1) tokens, and (3, G, L) int64 positions, 0 at padding.
+        The keywords of the text model for (G, L - 1) tokens, and int64 positions, 0 at padding: (G, L), or (3, G, L)
+        as in `rotary_positions`.
     """
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(ids_GL, mask_GL, strict=True)]
     batch = Batch.from_samples(prompts, [[]] * len(prompts), images=images)
     row_T = mask_GL.flatten().nonzero().squeeze(1)
     inputs = prepare_images(backbone, batch, row_T.cpu(), ids_GL.numel())
     assert inputs is not None
-    moved = {field.name: getattr(inputs, field.name).to(ids_GL.device) for field in fields(inputs)}
-    keywords = embed_with_images(backbone, ids_GL.flatten(), ImageInputs(**moved))
+    keywords = embed_with_images(backbone, ids_GL.flatten(), inputs.to(ids_GL.device))
     for name in ("inputs_embeds", "visual_pos_masks"):
         if name in keywords:
             keywords[name] = keywords[name][0].unflatten(0, ids_GL.shape)[:, :-1]
-    positions = torch.zeros(3, ids_GL.numel(), dtype=torch.int64, device=ids_GL.device)
-    positions[:, row_T] = rotary_positions(backbone, batch).to(ids_GL.device)
-    return keywords, positions.view(3, *ids_GL.shape)
+    position_T = rotary_positions(backbone, batch).to(ids_GL.device)
+    positions = position_T.new_zeros(*position_T.shape[:-1], ids_GL.numel())
+    positions[..., row_T] = position_T
+    return keywords, positions.unflatten(-1, ids_GL.shape)
 
 
 def _image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """(N,) int64 each: the positions of the image tokens, and the features that replace their embeddings."""
     position_N = _is_image(backbone, batch).nonzero().squeeze(1)
-    features = _features(batch, backbone.config.vision_config.spatial_merge_size)
+    features = _features(backbone, batch)
     return position_N, torch.cat([position_N[:0], *features])
 
 
-def _pixels_and_grids(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(P, channels) float32 and (I, 3) int64 of all different images, or of a blank image if there is none."""
-    if different := _different_images(batch):
-        pixels, grids = ([own.inputs[name] for own in different.values()] for name in _FIELDS)
-        return torch.cat(pixels).float(), torch.cat(grids)
-    vision = backbone.config.vision_config
-    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    grid = torch.tensor([[1, vision.spatial_merge_size, vision.spatial_merge_size]])
-    return torch.zeros(int(grid.prod()), channels), grid
+def _tower_inputs(backbone: Any, batch: Batch) -> dict[str, Tensor]:
+    """The inputs of the tower for all different images, or for a blank image if there is none."""
+    given = [own.inputs for own in _different_images(batch).values()] or [blank_image(backbone)]
+    joined = {name: torch.cat([inputs[name] for inputs in given]) for name in _family(backbone).tower_fields}
+    return joined | {"pixel_values": joined["pixel_values"].float()}
+
+
+def _family(backbone: Any) -> ImageFamily:
+    return FAMILIES[backbone.config.model_type]
 
 
 def _is_image(backbone: Any, batch: Batch) -> Tensor:
@@ -195,10 +201,10 @@ def _run_lengths(mask: Tensor) -> list[int]:
     return ((steps == -1).nonzero() - (steps == 1).nonzero()).squeeze(1).tolist()
 
 
-def _features(batch: Batch, merge: int) -> list[Tensor]:
+def _features(backbone: Any, batch: Batch) -> list[Tensor]:
     """The indices of the features of each sequence with images. Equal images have equal indices."""
     different = _different_images(batch)
-    sizes = [own.inputs["pixel_values"].shape[0] // merge**2 for own in different.values()]
+    sizes = [sum(_family(backbone).tokens(backbone.config, own.inputs)) for own in different.values()]
     features = dict(zip(different, torch.arange(sum(sizes)).split(sizes), strict=True))
     return [features[own.key] for own in batch.images_B if own is not None]
 

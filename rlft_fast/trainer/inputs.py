@@ -15,7 +15,7 @@ from rlft_fast.errors import Checks
 from rlft_fast.models import (
     end_token_ids,
     generation_defaults,
-    image_token_id,
+    image_family,
     load_tokenizer,
     model_checksum,
     split_stop,
@@ -219,7 +219,7 @@ def check_images(config: Config, *given: Prompts) -> None:
     }
     for key in ("critic.model", "teacher.model"):
         if (path := config.model_folders.get(key)) is not None:
-            takes_none[key] = image_token_id(path) is None
+            takes_none[key] = image_family(path) is None
     found = [key for key, holds in takes_none.items() if holds]
     if found and (prompts := next((prompts for prompts in given if prompts.images), None)) is not None:
         raise ValueError(

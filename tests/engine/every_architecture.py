@@ -52,8 +52,8 @@ why. Rollouts by transformers then batch prompts of one length. They run without
 whose cache gives other numbers: {uncached}.
 [LightRFT](integrations.md#lightrft) takes packed models alone.
 
-Qwen2-VL, Qwen2.5-VL and Qwen3-VL learn from [images](runs.md#images), too. All other vision-language models learn from
-text: their towers are frozen, and images are refused.
+Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA and InternVL learn from [images](runs.md#images), too. All other vision-language
+models learn from text: their towers are frozen, and images are refused.
 
 `python -m tests.engine.every_architecture` asks every model and writes this page. `make test-slow` fails where the page
 is out of date. Each *yes*, *packed* and *padded* is compared. With a patched head, a small random model gives the

@@ -73,7 +73,29 @@ def with_supports(batch: Batch, most: int = 6) -> Batch:
     return batch.replace(support_TK=ids.masked_fill(~batch.loss_mask_T[:, None], -1).int())
 
 
-def random_image_batch(num_sequences: int = 6, seed: int = 0) -> Batch:
+def qwen_images(number: int, generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
+    """Inputs of the tower for so many images, and the tokens of each."""
+    shapes = [(1, 2, 4), (1, 6, 8)][:number]
+    pixels = torch.randn(sum(t * h * w for t, h, w in shapes), 24, generator=generator)
+    inputs = {"pixel_values": pixels, "image_grid_thw": torch.tensor(shapes)}
+    return inputs, [h * w // 4 for _, h, w in shapes]
+
+
+def llava_images(number: int, generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
+    return {"pixel_values": torch.randn(number, 3, 8, 8, generator=generator)}, [16] * number
+
+
+def internvl_images(number: int, generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
+    """The second image is cut into two pictures."""
+    counts = [1, 2][:number]
+    pixels = torch.randn(sum(counts), 3, 8, 8, generator=generator)
+    return {"pixel_values": pixels, "num_patches": torch.tensor(counts)}, [4 * count for count in counts]
+
+
+IMAGES = {"llava": llava_images, "internvl": internvl_images}
+
+
+def random_image_batch(num_sequences: int = 6, seed: int = 0, name: str = "qwen2-vl") -> Batch:
     """The batch above with images before the prompts of every second and third sequence: none, one, or two of them."""
     generator = torch.Generator().manual_seed(seed)
     text = random_batch(num_sequences, seed)
@@ -83,11 +105,11 @@ def random_image_batch(num_sequences: int = 6, seed: int = 0) -> Batch:
     for b, (ids, mask) in enumerate(sequences):
         ids = ids.clamp(max=IMAGE_TOKEN_ID - 1)
         start = int(mask.nonzero()[0]) + 1
-        shapes = [(1, 2, 4), (1, 6, 8)][: (b % 3 != 0) + (b % 3 == 2)]
-        if shapes:
-            pixels = torch.randn(sum(t * h * w for t, h, w in shapes), 24, generator=generator)
-            images[b] = Images(str(b), {"pixel_values": pixels, "image_grid_thw": torch.tensor(shapes)})
-        shown = [token for _, h, w in shapes for token in [7, *[IMAGE_TOKEN_ID] * (h * w // 4), 8]]
+        number, counts = (b % 3 != 0) + (b % 3 == 2), []
+        if number:
+            inputs, counts = IMAGES.get(name, qwen_images)(number, generator)
+            images[b] = Images(str(b), inputs)
+        shown = [token for count in counts for token in [7, *[IMAGE_TOKEN_ID] * count, 8]]
         prompts.append([*shown, *ids[:start].tolist()])
         completions.append(ids[start:].tolist())
         masks.append(mask[start - 1 : -1].tolist())
@@ -221,9 +243,11 @@ def images(model: Any, batch: Batch, b: int) -> dict[str, Tensor]:
     """Sequence b's images as keywords of a plain model."""
     if (own := batch.images_B[b]) is None:
         return {}
-    ids = batch.input_ids_T.split(batch.lengths.tolist())[b]
-    types = (ids == model.config.image_token_id).long()
-    return own.inputs | {"pixel_values": own.inputs["pixel_values"].double(), "mm_token_type_ids": types[None]}
+    inputs = own.inputs | {"pixel_values": own.inputs["pixel_values"].double()}
+    if "image_grid_thw" not in inputs:
+        return {"pixel_values": inputs["pixel_values"]}
+    types = (batch.input_ids_T.split(batch.lengths.tolist())[b] == model.config.image_token_id).long()
+    return inputs | {"mm_token_type_ids": types[None]}
 
 
 def plain_logprob_and_entropy(path: Path, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ def test_positions_and_features_are_those_of_each_sequence_alone(tiny_model):
         features = inputs.images.source_index_U[image_rows] - num_rows
         assert torch.equal(features, merged + torch.arange(len(image_rows)))
         merged += len(image_rows)
-    assert inputs.images.pixel_values.shape[0] == 4 * merged
+    assert inputs.images.tower["pixel_values"].shape[0] == 4 * merged
 
 
 def test_the_vision_tower_has_a_gradient_of_zeros_without_images(tiny_model):
@@ -135,8 +135,8 @@ def test_samples_of_a_prompt_share_its_images(tiny_model):
         found.append((inputs, logprob, *gradient))
     (shared, *actual), (repeated, *expected) = found
     assert len(shared.input_ids_U) < len(repeated.input_ids_U)
-    assert shared.images.pixel_values.shape[0] == 8 + 56 + 8
-    assert repeated.images.pixel_values.shape[0] == 2 * (8 + 56 + 8)
+    assert shared.images.tower["pixel_values"].shape[0] == 8 + 56 + 8
+    assert repeated.images.tower["pixel_values"].shape[0] == 2 * (8 + 56 + 8)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 

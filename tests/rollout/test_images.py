@@ -7,7 +7,8 @@ from transformers import AutoModelForImageTextToText, GenerationConfig
 from rlft_fast.data import Images
 from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFGenerator, Request, SamplingParams
-from tests.support.tiny_models import EOS_TOKEN_ID, IMAGE_TOKEN_ID, VISION_MODELS
+from tests.engine.reference import IMAGES as IMAGES_OF
+from tests.support.tiny_models import EOS_TOKEN_ID, IMAGE_TOKEN_ID, PICTURE_MODELS, VISION_MODELS
 
 
 def images_of(number: int, *shapes: tuple[int, int]) -> Images:
@@ -28,7 +29,10 @@ IMAGES = [images_of(0, (2, 4)), images_of(1, (2, 4)), images_of(2, (6, 4), (4, 2
 
 def plain_greedy(path, prompt: list[int], images: Images | None) -> list[int]:
     model, ids = AutoModelForImageTextToText.from_pretrained(path), torch.tensor([prompt])
-    inputs = {} if images is None else {**images.inputs, "mm_token_type_ids": (ids == IMAGE_TOKEN_ID).long()}
+    inputs = {} if images is None else dict(images.inputs)
+    inputs.pop("num_patches", None)
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN_ID).long()
     config = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **inputs)
     return output[0, len(prompt) :].tolist()
@@ -49,3 +53,28 @@ def test_samples_see_their_own_image_and_the_tower_runs_once(tiny_model, name):
     assert found == [own for own in expected for _ in range(3)]
     assert expected[0] != expected[1]
     assert patches == [8 + 8 + 24 + 8]
+
+
+@pytest.mark.parametrize("name", [*PICTURE_MODELS])
+def test_pictures_of_equal_size(tiny_model, name):
+    """One prompt whose image is cut in two pictures, one with another picture, one with none; three samples each."""
+    path, seen, generator = tiny_model(name), [], torch.Generator().manual_seed(0)
+    pairs = [IMAGES_OF[name](number, generator) for number in (2, 1)]
+    images = [*(Images(str(i), inputs) for i, (inputs, _) in enumerate(pairs)), None]
+    prompts = [[5, *(t for count in counts for t in [7, *[IMAGE_TOKEN_ID] * count, 8]), 20] for _, counts in pairs]
+    prompts.append([5, 6, 7])
+    sampler = HFGenerator(load_policy(path), load_tokenizer(path), 64)
+    assert sampler.model.decodes_in_place
+    sampler.model.backbone.vision_tower.register_forward_pre_hook(
+        lambda _, args, keywords: seen.append(len(keywords.get("pixel_values", args[0] if args else ()))),
+        with_kwargs=True,
+    )
+    requests = [
+        Request(row=row, token_ids=prompt, seed=seed, max_new_tokens=8, images=own)
+        for row, (prompt, own) in enumerate(zip(prompts, images, strict=True))
+        for seed in range(3)
+    ]
+    found = [x.token_ids for x in sampler.generate(requests, SamplingParams(temperature=0.0))]
+    expected = [plain_greedy(path, prompt, own) for prompt, own in zip(prompts, images, strict=True)]
+    assert found == [own for own in expected for _ in range(3)]
+    assert seen == [sum(len(inputs["pixel_values"]) for inputs, _ in pairs)]

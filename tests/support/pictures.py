@@ -1,11 +1,14 @@
 """Pictures as files, and what transformers' own processor makes of them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 
@@ -29,4 +32,22 @@ def plain_processor(model: Path) -> Qwen2VLProcessor:
     processor.image_processor = AutoImageProcessor.from_pretrained(model, backend="pil")
     processor.image_token, processor.video_token = "<|image_pad|>", "<|video_pad|>"
     processor.image_token_id, processor.video_token_id = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>"), -1
+    return processor
+
+
+def picture_processor(name: str, model: Path) -> Any:
+    """Of LLaVA or InternVL. The ``__init__`` of InternVL's needs torchvision, for videos."""
+    tokenizer, reader = AutoTokenizer.from_pretrained(model), AutoImageProcessor.from_pretrained(model, backend="pil")
+    if name == "llava":
+        return LlavaProcessor(
+            reader, tokenizer, patch_size=2, vision_feature_select_strategy="default", image_token="<|image_pad|>",
+            num_additional_image_tokens=1,
+        )  # fmt: skip
+    processor = InternVLProcessor.__new__(InternVLProcessor)
+    processor.tokenizer, processor.image_processor, processor.image_seq_length = tokenizer, reader, 4
+    processor.start_image_token, processor.end_image_token = "<img>", "</img>"
+    processor.image_token, processor.video_token = "<|image_pad|>", "<|video_pad|>"
+    processor.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    processor.start_image_token_id = processor.end_image_token_id = processor.video_token_id = -1
+    processor.multimodal_pattern = re.compile(r"(?P<image><\|image_pad\|>)|(?P<video><\|video_pad\|>)")
     return processor

@@ -18,11 +18,15 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -178,10 +182,24 @@ VISION_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
         },
     }),
 }  # fmt: skip
+# The tower takes pictures of 8 x 8 pixels. LLaVA makes 16 tokens of each, and InternVL 4.
+_TOWER = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 2, "initializer_range": 0.2, "initializer_factor": 4.0,
+}  # fmt: skip
+_AROUND_LLAMA = {"text_config": _SIZES | {"model_type": "llama"}, "image_token_id": IMAGE_TOKEN_ID}
+PICTURE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "llava": (LlavaForConditionalGeneration, LlavaConfig, _AROUND_LLAMA | {
+        "vision_config": _TOWER | {"model_type": "clip_vision_model"}, "tie_word_embeddings": False,
+    }),
+    "internvl": (InternVLForConditionalGeneration, InternVLConfig, _AROUND_LLAMA | {
+        "vision_config": _TOWER | {"use_qk_norm": True}, "tie_word_embeddings": True,
+    }),
+}  # fmt: skip
 REWARD_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "llama-reward": (LlamaForSequenceClassification, LlamaConfig, {"num_labels": 1}),
 }
-ALL_MODELS = MODELS | MORE_MODELS | PADDED_MODELS | EXPERT_MODELS | VISION_MODELS | REWARD_MODELS
+ALL_MODELS = MODELS | MORE_MODELS | PADDED_MODELS | EXPERT_MODELS | VISION_MODELS | PICTURE_MODELS | REWARD_MODELS
 
 
 def save_tiny_model(name: str, folder: Path, **options: Any) -> Path:
@@ -205,13 +223,29 @@ def save_tiny_model(name: str, folder: Path, **options: Any) -> Path:
                 torch.nn.init.normal_(parameter, mean=parameter[0].item(), std=0.2)
     model.save_pretrained(folder)
     save_tokenizer(folder)
-    if name in VISION_MODELS:
-        _save_processor(folder)
+    if name in VISION_MODELS | PICTURE_MODELS:
+        _save_processor(folder, _PROCESSORS.get(name, _QWEN_PROCESSOR))
     return folder
 
 
-def _save_processor(folder: Path) -> None:
-    """What reads images: the token of images, a chat template, and the settings of Qwen's image processor."""
+_QWEN_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 2, "merge_size": 2, "temporal_patch_size": 2,
+    "min_pixels": 16, "max_pixels": 256,
+}  # fmt: skip
+_PROCESSORS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 8},
+        "crop_size": {"height": 8, "width": 8},
+    },
+    "internvl": {
+        "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 8, "width": 8}, "crop_to_patches": True,
+        "min_patches": 1, "max_patches": 4,
+    },
+}  # fmt: skip
+
+
+def _save_processor(folder: Path, settings: dict[str, Any]) -> None:
+    """What reads images: the token of images, a chat template, and the settings of the image processor."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
     assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == IMAGE_TOKEN_ID
@@ -221,8 +255,6 @@ def _save_processor(folder: Path) -> None:
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     tokenizer.save_pretrained(folder)
-    sizes = {"patch_size": 2, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 16, "max_pixels": 256}
-    settings = {"image_processor_type": "Qwen2VLImageProcessor", **sizes}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 

@@ -36,6 +36,8 @@ from rlft_fast.models import (
     PolicyModel,
     RLModel,
     all_rows_of_own_heads,
+    blank_image,
+    has_three_positions,
     has_vision,
     materialize,
     require_divisible_heads,
@@ -315,7 +317,8 @@ def _inputs(model: RLModel, workload: Workload, group: dist.ProcessGroup | None)
     boundaries = torch.zeros(2, dtype=torch.int32)
     position_ids, images = ids, None
     if has_vision(model.backbone) and not is_padded:
-        position_ids, images = ids.expand(3, -1), _images(model.backbone, num_rows, workload.num_patches)
+        position_ids = ids.expand(3, -1) if has_three_positions(model.backbone) else ids
+        images = _images(model.backbone, num_rows, workload.num_patches)
     return ModelInputs(
         input_ids_U=ids, position_ids_U=position_ids, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries,
         max_seqlen_q=workload.num_tokens, max_seqlen_k=workload.num_tokens, key_index=None, active_index_A=ids,
@@ -325,14 +328,10 @@ def _inputs(model: RLModel, workload: Workload, group: dist.ProcessGroup | None)
 
 
 def _images(backbone: Any, num_rows: int, num_patches: int) -> ImageInputs:
-    vision = backbone.config.vision_config
-    blank, channels = vision.spatial_merge_size**2, vision.in_channels * vision.temporal_patch_size
-    num_patches = max(-(-num_patches // blank), 1) * blank
-    return ImageInputs(
-        pixel_values=torch.zeros(num_patches, channels * vision.patch_size**2),
-        image_grid_thw=torch.zeros(1, 3, dtype=torch.int64),
-        source_index_U=torch.zeros(num_rows, dtype=torch.int64),
-    )
+    blank = blank_image(backbone)
+    repeats = max(-(-num_patches // len(blank["pixel_values"])), 1)
+    tower = {name: torch.cat([x] * repeats) for name, x in blank.items()}
+    return ImageInputs(tower=tower, source_index_U=torch.zeros(num_rows, dtype=torch.int64))
 
 
 def _mark_blocks(tracker: MemoryTracker, repeats: Repeats, model: RLModel) -> None:
@@ -372,11 +371,13 @@ def _stand_in(model: RLModel) -> None:
         return
     names = {"": WHOLE_SEQUENCE, "text_config": WHOLE_SEQUENCE, "vision_config": "sdpa"}
     model.pretrained.set_attn_implementation(names)
+    if not has_three_positions(backbone):
+        return
     backbone.visual.config._attn_implementation_internal = WHOLE_IMAGE
     backbone.get_image_features = partial(_image_features, backbone.visual)
 
 
-def _image_features(tower: Any, pixel_values: Tensor, _grids: Tensor) -> SimpleNamespace:
+def _image_features(tower: Any, pixel_values: Tensor, **_grids: Tensor) -> SimpleNamespace:
     """Runs the vision tower on one image of all patches, and passes the values that it would read from the grids."""
     num_patches, merge = pixel_values.shape[0], tower.spatial_merge_size
     boundaries = torch.zeros(2, dtype=torch.int32)

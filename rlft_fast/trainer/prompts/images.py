@@ -14,11 +14,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from rlft_fast.data import Images
 from rlft_fast.errors import RunError, brief
-from rlft_fast.models import image_token_counts, image_token_id
+from rlft_fast.models import ImageFamily, image_family
 from rlft_fast.trainer.prompts.formats import Row
 from rlft_fast.trainer.prompts.messages import Message
 
@@ -75,10 +76,13 @@ class ImageReader:
         path: folder of the model.
         token_id: the token that stands for a piece of an image.
         token: its text, which stands for a whole image where a chat template writes it.
+        family: of the model.
+        config: of the model.
     """
 
-    def __init__(self, path: str, token_id: int, token: str) -> None:
+    def __init__(self, path: str, token_id: int, token: str, family: ImageFamily, config: Any) -> None:
         self.path, self.token_id, self.token = path, token_id, token
+        self.family, self.config = family, config
         self._kept: OrderedDict[str, Images] = OrderedDict()
 
     @classmethod
@@ -88,11 +92,13 @@ class ImageReader:
         Raises:
             ValueError: the folder is missing or unreadable.
         """
-        if (token_id := image_token_id(path)) is None or not isinstance(
-            token := tokenizer.convert_ids_to_tokens(token_id), str
-        ):
+        if (found := image_family(path)) is None:
             return None
-        return cls(path, token_id, token) if tokenizer.encode(token, add_special_tokens=False) == [token_id] else None
+        family, config = found
+        token = tokenizer.convert_ids_to_tokens(config.image_token_id)
+        if not isinstance(token, str) or tokenizer.encode(token, add_special_tokens=False) != [config.image_token_id]:
+            return None
+        return cls(path, config.image_token_id, token, family, config)
 
     def open(self, sources: Sequence[ImageSource]) -> PromptImages:
         """Reads images for the first time.
@@ -128,16 +134,17 @@ class ImageReader:
         Raises:
             ValueError: there are more or fewer placeholders than images, or the text ends in an image.
         """
-        counts = [] if images is None else image_token_counts(self.load(images).inputs, self._processor)
+        counts = [] if images is None else self.family.tokens(self.config, self.load(images).inputs)
         pieces = text.split(self.token)
         if len(pieces) - 1 != len(counts):
             raise ValueError(
                 f"has {len(counts)} images, but its text has the placeholder {self.token} {len(pieces) - 1} times: "
                 'write each image as {"type": "image"} in a message, and the placeholder in no text'
             )
-        if counts and not pieces[-1]:
+        if counts and not pieces[-1] and not self.family.around[1]:
             raise ValueError("ends in an image, which no answer can follow: add words, or a chat template")
-        tokens = [self.token * count for count in counts]
+        before, after = self.family.around
+        tokens = [f"{before}{self.token * count}{after}" for count in counts]
         return "".join(chain(*zip(pieces, [*tokens, ""], strict=True)))
 
     @cached_property
@@ -155,7 +162,12 @@ class ImageReader:
     def _process(self, sources: Sequence[ImageSource], contents: Sequence[bytes]) -> Mapping[str, Any]:
         pictures = [read_picture(source.name, content) for source, content in zip(sources, contents, strict=True)]
         try:
-            return dict(self._processor(pictures, return_tensors="pt"))
+            found = self._processor(pictures, return_tensors="pt")
+            if unknown := {*found} - {*self.family.fields}:
+                raise ValueError(
+                    f"it returns {', '.join(sorted(unknown))}, which {self.config.model_type} does not take"
+                )
+            return {name: torch.as_tensor(found[name]) for name in self.family.fields}
         except Exception as error:  # of an image that is too narrow, for example
             raise ValueError(f"has an image that the model's image processor refuses: {brief(error)}") from error
 

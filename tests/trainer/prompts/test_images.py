@@ -10,7 +10,7 @@ from PIL import Image
 from rlft_fast.config import DataConfig
 from rlft_fast.models import load_tokenizer
 from rlft_fast.trainer.prompts import ImageError, ImageReader, Prompts, load_prompts
-from tests.support.pictures import asking, picture, plain_processor
+from tests.support.pictures import asking, picture, picture_processor, plain_processor
 from tests.trainer.toy import write_rows
 
 
@@ -70,6 +70,21 @@ def test_images_of_datasets(tmp_path, model):
     for number, (dataset, pictures) in enumerate(zip((one, several, inside), expected, strict=True)):
         dataset.save_to_disk(tmp_path / str(number))
         assert_as_transformers(load(tmp_path / str(number), model), model, pictures)
+
+
+@pytest.mark.parametrize("name", ["llava", "internvl"])
+def test_the_text_around_images_is_the_processors(tmp_path, tiny_model, name):
+    """InternVL cuts the wide image into pictures. LLaVA crops it."""
+    model = tiny_model(name)
+    pictures = [picture(1, 32, 8), picture(2, 9, 11)]
+    for number, image in enumerate(pictures):
+        image.save(tmp_path / f"{number}.png")
+    rows = [{"prompt": asking({"path": "0.png"}, " or ", {"path": "1.png"}, "?")}]
+    prompts = load(write_rows(tmp_path / "data.jsonl", rows), model)
+    expected = picture_processor(name, model)(images=pictures, text=[prompts.texts[0]], return_tensors="pt")
+    (images,) = prompts.load_images()
+    assert prompts.token_ids[0] == expected["input_ids"][0].tolist()
+    assert torch.equal(images.inputs["pixel_values"], expected["pixel_values"])
 
 
 @pytest.fixture(scope="module")
