@@ -209,7 +209,7 @@ def _missing(proposal: Proposal, memory_bytes: float, host_bytes: float) -> str:
             f"No other settings are enough: what is off the devices takes {plan.host_bytes / 1e9:.1f} GB of the CPU's "
             f"memory for each rank, and {USABLE * host_bytes / 1e9:.1f} may be used: use {more}more memory"
         )
-    needed = f"devices of at least {worst.enough_memory(memory_bytes) / 1e9:.1f} GB"
+    needed = f"devices of at least {math.ceil(worst.enough_memory(memory_bytes) / 1e8) / 10:.1f} GB"
     more = f"about {ranks} ranks, {needed}" if ranks else f"{needed} (more ranks are not enough)"
     return (
         f"No other settings are enough: the phase '{worst.name}' takes at least {worst.total_bytes / 1e9:.1f} GB of "

@@ -45,7 +45,7 @@ def make_engine(path: Path, head: str = "logprob", **config) -> FSDPEngine:
 def train(mode: fake_gpu.DeviceOfShapes, engine: FSDPEngine, batch: Batch, loss: Loss) -> list[str]:
     """Events of one micro-batch, whose results and gradients stay on the device."""
     mode.seen.clear()
-    metrics, done = engine._forward_backward(batch, loss, 1.0)
+    metrics, done = engine._forward_backward(batch, loss, 1.0, None)
     gradients = {name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None}
     assert gradients
     assert all(x.is_cuda for x in (*metrics.values(), *done.outputs.values(), *gradients.values()))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
@@ -64,7 +65,7 @@ def assert_two_learn_what_one_learns(configs: Sequence[RunConfig], *, least_move
     Args:
         configs: of equal runs in two folders.
         least_movement: of the weight that moves most.
-        tolerance: of the difference of weights, relative to the largest movement.
+        tolerance: of the difference of weights beyond the rounding of a weight, relative to the largest movement.
     """
     train(configs[0])
     run_distributed(run_in_process, 2, configs[1])
@@ -72,7 +73,9 @@ def assert_two_learn_what_one_learns(configs: Sequence[RunConfig], *, least_move
     start = load_file(f"{configs[0].model}/model.safetensors")
     moved = max((one[name] - start[name]).abs().max() for name in one)
     assert moved > least_movement
-    assert max((one[name] - two[name]).abs().max() for name in one) < tolerance * moved
+    rounding = torch.finfo(torch.float32).eps  # an addition of a step may fall on the other side of a half
+    apart = max(((one[name] - two[name]).abs() - rounding * one[name].abs()).max() for name in one)
+    assert apart < tolerance * moved, f"{apart / moved:.1e}"
     logs = (read_lines(Path(config.output_dir) / "metrics.jsonl") for config in configs)
     for first, second in zip(*logs, strict=True):
         for name in {"train_loss", "grad_norm", "held_out_loss", "held_out_pair_accuracy"} & first.keys():
