@@ -80,6 +80,7 @@ def test_files_of_adapters_have_no_place_for_experts(tiny_model, tmp_path):
         export_hf(moved(tiny_model("mixtral")), tmp_path, adapter=True)
 
 
+@pytest.mark.slow
 def test_experts_are_compiled_in_float32(tiny_model):
     """torch.compile knows the grouped product of bfloat16 alone."""
     engine = moved(tiny_model("mixtral"))

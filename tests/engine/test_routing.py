@@ -78,7 +78,7 @@ def check_two(rank: int, path: Path, sequence_parallel: int, replays: bool) -> N
 
 # Each rank has its own micro-batches, and counts in a pass before; both have a part of each, and replay.
 @pytest.mark.dist
-@pytest.mark.parametrize(("sequence_parallel", "replays"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("sequence_parallel", "replays"), [pytest.param(1, False, marks=pytest.mark.slow), (2, True)])
 def test_two_processes(sequence_parallel, replays, tmp_path):
     path, batch = save_tiny_model("mixtral", tmp_path / "mixtral"), random_batch()
     engine = balanced(path, max_tokens=128)

@@ -109,7 +109,7 @@ def stats_of(hidden: Tensor, weight: Tensor, target: Tensor, needs_maximum: bool
 
 
 @interpreted
-@pytest.mark.parametrize("tile", ["_TILES", "_LARGE"])
+@pytest.mark.parametrize("tile", [pytest.param("_TILES", marks=pytest.mark.slow), "_LARGE"])
 def test_rows_that_the_target_cannot_stand_for_are_computed_again(tile, backend, monkeypatch):
     """In three blocks of rows: log-probabilities below -60, no target, nan, inf. All splits have several tiles."""
     from rlft_fast.ops.logprob import triton
