@@ -1,27 +1,24 @@
 """Models that reinforcement fine-tuning trains: a policy with log-probabilities, a critic, and a reward model.
 
-heads            the log-probability head, and the three models around packed sequences
-loading          builds a model from a Hugging Face folder and loads its weights
-checksum         tells a model folder from others
-weights          reads safetensors into the shards of a model, and names a checkpoint's tensors
-value_head       a critic's head in model folders
-ends             end tokens and stop texts
-packed           the inputs of a packed forward
-routing          records and replays the experts that routers choose
-row_cache        keys and values of a rollout, written in place
-attention        attention over packed sequences, and for generation
-sinks            attention sinks, around any flash attention
-architectures    which models can be packed
-probe            finds what a model does between its backbone and its logits
-vision           images of vision-language models
-image_families   what differs between their families
-lora             low-rank adapters
-patch            log-probabilities inside any trainer: patch_lm_head
+heads          the log-probability head, and the three models around packed sequences
+loading        builds a model from a Hugging Face folder and loads its weights
+weights        the weights of a model folder
+value_head     a critic's head in model folders
+ends           end tokens and stop texts
+packed         the inputs of a packed forward
+attention      attention over packed sequences, and for generation
+routing        records and replays the experts that routers choose
+architectures  which models can be packed
+probe          finds what a model does between its backbone and its logits
+images         images of vision-language models
+adapters       low-rank adapters
+patch          log-probabilities inside any trainer: patch_lm_head
 """
 
 from rlft_fast.errors import needing_train
 
 with needing_train():
+    from rlft_fast.models.adapters import adapter_parameters, add_lora, disabled_lora, low_rank_factors
     from rlft_fast.models.architectures import (
         padded_attention,
         require_divisible_heads,
@@ -34,10 +31,18 @@ with needing_train():
         packed_attention,
         sinks_of_own_heads,
     )
-    from rlft_fast.models.checksum import model_checksum
     from rlft_fast.models.ends import end_token_ids, generation_defaults, split_stop
     from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
-    from rlft_fast.models.image_families import ImageFamily
+    from rlft_fast.models.images import (
+        ImageFamily,
+        ImageInputs,
+        blank_image,
+        check_images,
+        has_three_positions,
+        has_vision,
+        prepare_images,
+        rotary_positions,
+    )
     from rlft_fast.models.loading import (
         build_critic,
         build_policy,
@@ -51,20 +56,10 @@ with needing_train():
         load_policy,
         load_tokenizer,
     )
-    from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, low_rank_factors
     from rlft_fast.models.packed import ModelInputs
     from rlft_fast.models.patch import LogprobOutput, patch_lm_head, unpatch_lm_head
     from rlft_fast.models.routing import Routers, Routing, check_routers
     from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
-    from rlft_fast.models.vision import (
-        ImageInputs,
-        blank_image,
-        check_images,
-        has_three_positions,
-        has_vision,
-        prepare_images,
-        rotary_positions,
-    )
     from rlft_fast.models.weights import (
         CheckpointPart,
         checkpoint_parts,
@@ -72,6 +67,7 @@ with needing_train():
         load_weights,
         local_part,
         materialize,
+        model_checksum,
         name_some,
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlft_fast.models.attention import GROUPED_ATTENTION, PACKED_ATTENTION
-from rlft_fast.models.vision import VISION_MODELS
+from rlft_fast.models.images import VISION_MODELS
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Models that look as if they could be packed, or run, found by trying all (tests/engine/test_every_architecture.py).

@@ -22,10 +22,10 @@ from rlft_fast.models.architectures import (
     padded_attention,
     why_not_packed,
 )
+from rlft_fast.models.attention import RowCache, takes_row_cache
+from rlft_fast.models.images import has_three_positions, prompts_with_images
 from rlft_fast.models.packed import ModelInputs, final_hidden
 from rlft_fast.models.probe import probe
-from rlft_fast.models.row_cache import RowCache, takes_row_cache
-from rlft_fast.models.vision import has_three_positions, prompts_with_images
 from rlft_fast.ops import (
     LinearLogprob,
     LinearLogprobLoss,
@@ -68,7 +68,7 @@ class LogprobHead(nn.Module):
         self.lora_enabled = True
 
     def add_lora(self, rank: int, alpha: float) -> None:
-        """Adds a low-rank adapter of the weight. `rlft_fast.models.lora` gives it values later."""
+        """Adds a low-rank adapter of the weight. `rlft_fast.models.adapters` gives it values later."""
         options: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         self.lora_A = nn.Parameter(torch.empty(rank, self.weight.shape[1], **options))
         self.lora_B = nn.Parameter(torch.empty(self.weight.shape[0], rank, **options))

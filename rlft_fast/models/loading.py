@@ -25,13 +25,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.files import read_text
+from rlft_fast.models.adapters import initialize_lora
 from rlft_fast.models.architectures import own_implementation, require_causal
 from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
-from rlft_fast.models.image_families import FAMILIES, ImageFamily
-from rlft_fast.models.lora import initialize_lora
-from rlft_fast.models.quantized import mark_quantized, take_quantization
+from rlft_fast.models.images import FAMILIES, ImageFamily
 from rlft_fast.models.value_head import stored_head
-from rlft_fast.models.weights import build_on_meta, check_weights, load_weights, materialize, stored_dtype
+from rlft_fast.models.weights import (
+    build_on_meta,
+    check_weights,
+    load_weights,
+    mark_quantized,
+    materialize,
+    stored_dtype,
+    take_quantization,
+)
 from rlft_fast.tokenizer_files import check_tokenizer_files
 
 _SIZE = re.compile(

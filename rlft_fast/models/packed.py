@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from rlft_fast.models.vision import ImageInputs, embed_with_images
+from rlft_fast.models.images import ImageInputs, embed_with_images
 from rlft_fast.ops.packing import RowIndex
 
 

@@ -1,7 +1,7 @@
 """Images in packed sequences: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA and InternVL.
 
 `rlft_fast.data.Images` hold what the model's image processor returns. The vision tower turns it into one feature per
-image token, and the feature replaces the embedding of the token. `rlft_fast.models.image_families` has what differs
+image token, and the feature replaces the embedding of the token. `rlft_fast.models.images.families` has what differs
 from family to family.
 
 The samples of a prompt have the same images. The tower runs on these images once, and the samples share the features.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlft_fast.data import Batch, Images
-from rlft_fast.models.image_families import FAMILIES, ImageFamily
+from rlft_fast.models.images.families import FAMILIES, ImageFamily
 
 VISION_MODELS = (*FAMILIES,)
 

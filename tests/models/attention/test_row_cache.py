@@ -13,7 +13,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rlft_fast.models.row_cache import RowCache, takes_row_cache
+from rlft_fast.models.attention.row_cache import RowCache, takes_row_cache
 
 WINDOW = 5
 CONFIG = Qwen2Config(  # the first layer sees everything, the second a window

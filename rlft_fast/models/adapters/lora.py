@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlft_fast.models.expert_lora import (
+from rlft_fast.models.adapters.experts import (
     adapt_experts,
     adapted_experts,
     expert_factors,

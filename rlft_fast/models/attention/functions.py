@@ -7,7 +7,8 @@ attention function. It builds no mask for an attention without a mask function, 
 - On the CPU, one causal SDPA call runs per segment, in float32 or wider. One call runs per segment also on a GPU for
   inputs that the kernel does not take: float32, GPUs before Ampere, heads wider than 256. There the host waits for the
   device in every layer.
-- Attention sinks (gpt-oss) are terms of the softmax that the same kernels do not know (`rlft_fast.models.sinks`).
+- Attention sinks (gpt-oss) are terms of the softmax that the same kernels do not know
+  (`rlft_fast.models.attention.sinks`).
 - Soft-capped scores (Gemma 2) are written out segment by segment. So are attention sinks on a GPU where the kernel does
   not run. A segment of n tokens takes (heads, n, n) memory.
 
@@ -34,7 +35,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlft_fast.models.sinks import AllSegments, OneSegment, attention_with_sinks
+from rlft_fast.models.attention.sinks import AllSegments, OneSegment, attention_with_sinks
 from rlft_fast.ops import gather_heads_scatter_tokens, gather_tokens_scatter_heads
 from rlft_fast.ops.packing import RowIndex, take_rows
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 
-from rlft_fast.models import attention, packed_attention
-from rlft_fast.models.attention import grouped_attention, grouped_heads
+from rlft_fast.models import packed_attention
+from rlft_fast.models.attention import functions as attention
+from rlft_fast.models.attention.functions import grouped_attention, grouped_heads
 from rlft_fast.ops.packing import RowIndex, row_index
 from tests.support.devices import DEVICES
 

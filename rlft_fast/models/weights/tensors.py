@@ -37,7 +37,7 @@ from transformers.initialization import no_init_weights
 
 from rlft_fast.errors import brief
 from rlft_fast.files import is_apple_double
-from rlft_fast.models.quantized import dequantizer_of
+from rlft_fast.models.weights.quantized import dequantizer_of
 
 _SHOWN = 3  # names in an error message
 _SHOWN_CHARACTERS = 200  # of each of them
