@@ -184,7 +184,7 @@ class RunConfig(Section):
         return self.model_copy(update={"actor": self.actor.for_device(device_type)})
 
     def device_of_models(self, device_type: str) -> str:
-        """The kind of device that models are on: with a cluster that of the actor's workers, otherwise this process's.
+        """The kind of device of the actor's workers with a cluster, otherwise of this process.
 
         So all parts of a run compute in one dtype.
         """

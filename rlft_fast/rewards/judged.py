@@ -6,11 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from rlft_fast.errors import brief
 from rlft_fast.rewards.scoring import Text
+from rlft_fast.templates import compile_template
 
 _MOST_KEPT = 65_536  # scores
 
@@ -29,11 +27,7 @@ class LanguageModelJudge:
     """
 
     def __init__(self, model: str, prompt: str, score: str, max_tokens: int) -> None:
-        try:
-            environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-            self._render = environment.from_string(prompt).render
-        except TemplateSyntaxError as error:
-            raise ValueError(f"reward.server.judge.prompt is no Jinja template: {error}") from error
+        self._render = compile_template(prompt, "reward.server.judge.prompt")
         try:
             self._score = re.compile(score)
         except re.error as error:

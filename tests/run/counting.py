@@ -3,16 +3,19 @@
 import contextlib
 import dataclasses
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from rlft_fast.config import Config
 from rlft_fast.engine import CheckpointError, CheckpointManager
+from rlft_fast.errors import Interrupted
 from rlft_fast.run.protocol import Evaluated, StepResult
 from rlft_fast.trainer import Run
 from rlft_fast.world import STOP, LeftEarlyError, World
@@ -191,6 +194,13 @@ def count(
 
 def by_signal(number: signal.Signals) -> Callable[[], None]:
     return lambda: signal.raise_signal(number)
+
+
+def lose(folder: Path, store: str) -> None:
+    """A run with a store that a signal stops in its step 5, and whose folder is lost then."""
+    with pytest.raises(Interrupted):
+        count(folder, {("train_step", 4): by_signal(signal.SIGTERM)}, checkpoint__store=store)
+    shutil.rmtree(folder / "run")
 
 
 def raising(error: BaseException) -> Callable[[], None]:

@@ -1,14 +1,11 @@
 """A run's copy on a server that speaks S3: what fsspec's memory cannot show, such as listings and addresses."""
 
 import json
-import shutil
-import signal
 
 import pytest
 
-from rlft_fast.errors import Interrupted
 from rlft_fast.run import Store
-from tests.run.counting import by_signal, checkpoints, count, result_of
+from tests.run.counting import checkpoints, count, lose, result_of
 
 pytestmark = pytest.mark.peers
 ADDRESS = "s3://bucket/teams/a run"
@@ -42,9 +39,7 @@ def test_another_machine_goes_on(s3, tmp_path):
     for folder in (whole, lost):
         folder.mkdir()
     count(whole)
-    with pytest.raises(Interrupted):
-        count(lost, {("train_step", 4): by_signal(signal.SIGTERM)}, checkpoint__store=ADDRESS)
-    shutil.rmtree(lost / "run")
+    lose(lost, ADDRESS)
     assert Store(ADDRESS).fetch(lost / "run") == "step_00000005"
     count(lost, resume=True, checkpoint__store=ADDRESS)
     assert result_of(lost) == result_of(whole)

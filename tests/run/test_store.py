@@ -4,18 +4,16 @@ import itertools
 import json
 import random
 import shutil
-import signal
 from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from rlft_fast.errors import Interrupted
 from rlft_fast.run import Store, claim
 from rlft_fast.run import store as store_module
 from rlft_fast.run.store import StoreError
-from tests.run.counting import by_signal, checkpoints, count, result_of
+from tests.run.counting import checkpoints, count, lose, result_of
 
 
 class Flaky(MemoryFileSystem):
@@ -107,9 +105,7 @@ def test_another_machine_goes_on(tmp_path):
     for folder in (whole, lost):
         folder.mkdir()
     count(whole)
-    with pytest.raises(Interrupted):
-        count(lost, {("train_step", 4): by_signal(signal.SIGTERM)}, checkpoint__store=ADDRESS)
-    shutil.rmtree(lost / "run")
+    lose(lost, ADDRESS)
     store = Store(ADDRESS)
     store.require_own(lost / "run", resume=True)
     assert store.fetch(lost / "run") == "step_00000005"

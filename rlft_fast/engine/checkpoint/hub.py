@@ -1,7 +1,6 @@
 """An export as a repository of the Hugging Face Hub."""
 
 from pathlib import Path
-from typing import Any
 
 from rlft_fast.engine.checkpoint.export import OWN_FILES
 from rlft_fast.errors import RunError, brief
@@ -52,11 +51,13 @@ class HubRepository:
         Raises:
             RunError: the Hub did not take the files.
         """
-        options: dict[str, Any] = {"repo_id": self.name, "folder_path": folder, "commit_message": message}
         try:
-            return str(self._api.upload_folder(**options, delete_patterns=[*_WEIGHTS]).commit_url)
+            commit = self._api.upload_folder(
+                repo_id=self.name, folder_path=folder, commit_message=message, delete_patterns=[*_WEIGHTS]
+            )
         except Exception as error:
             raise self._refused(error) from error
+        return str(commit.commit_url)
 
     def _refused(self, error: Exception) -> RunError:
         return RunError(

@@ -20,7 +20,7 @@ STOP = "stop_"
 Stop = Literal["done", "max_turns", "max_new_tokens"]
 """How an episode ends: by the environment, or by a limit. An episode may also fail."""
 STOP_REASONS = (*get_args(Stop), *get_args(Failure), "template")
-"""All of them. The last is a chat template that cannot be applied to what was said."""
+"""How an episode ends, or fails. Reason ``template``: the chat template cannot be applied to the messages."""
 
 
 @dataclass(slots=True)

@@ -6,11 +6,10 @@ from itertools import accumulate
 from typing import NamedTuple, Self
 
 import torch
-from jinja2 import StrictUndefined, TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlft_fast.config import DataConfig, RowsConfig
 from rlft_fast.errors import brief
+from rlft_fast.templates import compile_template
 from rlft_fast.trainer.prompts.formats import Row, read_data
 
 
@@ -56,11 +55,7 @@ def prompt_column(config: RowsConfig, held_out: str | None = None) -> str:
 
 def _with_prompts(sets: Sequence[RowSet], column: str, template: str) -> list[RowSet]:
     """The rows with prompts that the template makes of them."""
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-    try:
-        render = environment.from_string(template).render
-    except TemplateSyntaxError as error:
-        raise ValueError(f"data.template is no Jinja template: {error}") from error
+    render = compile_template(template, "data.template")
     return [found._replace(rows=[*_prompted(found, column, render)]) for found in sets]
 
 

@@ -36,7 +36,7 @@ class Reference:
         self.path = path
         self.world = world
         self._values: np.ndarray | None = self._mapped("c") if path.is_file() else None
-        self._is_new = False  # what is put before `keep`, in a copy of the pages of the file
+        self._is_new = False  # numbers put before `keep` change a copy of the file's pages
 
     @property
     def values(self) -> np.ndarray:
