@@ -151,7 +151,7 @@ def test_one_process_and_two_distil_the_same(model, teacher, tmp_path):
     one, two = (tmp_path / size / "run" for size in ("1", "2"))
     assert read_lines(one / "samples.jsonl") == read_lines(two / "samples.jsonl")
     for alone, shared in zip(comparable(one), comparable(two), strict=True):
-        assert shared == pytest.approx(alone, rel=1e-3, abs=1e-6)
+        assert shared == pytest.approx(alone, rel=1e-3, abs=1e-5)  # log-probabilities of size 8 are rounded to 1e-6
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_the_reference_is_inferred_once_in_batches(tiny_model, tmp_path):
     again = np.load(path)
     assert again[taught.argmax()] == -5.0
     again[taught.argmax()] = kept[taught.argmax()]
-    np.testing.assert_allclose(again, kept, atol=1e-6)
+    np.testing.assert_allclose(again, kept, atol=1e-5)  # batches of other shapes
     np.save(path, kept[1:])
     with pytest.raises(ValueError, match=r"training-.*\.npy is not of these pairs: delete it"):
         train(pair_config(DPOConfig, model, tmp_path / "run", **options, steps=3), resume=True)
