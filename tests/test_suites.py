@@ -145,3 +145,25 @@ def test_nightly_runs_every_suite_at_full_length():
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_nightly_fails_where_its_suites_cannot_be_listed(tmp_path):
     assert nightly(str(tmp_path)).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("minutes", "options", "is_run"), [(0, "THIN=2\n", True), (46, "THIN=2 THIN=100 KILLS=5\n", True), (71, "", False)]
+)
+def test_a_late_suite_is_thinned_or_left_by_name(minutes, options, is_run, tmp_path):
+    """.ci/run itself, with a make that prints its arguments."""
+    for name in (".ci/run", "tests/suites.py"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for name in ("make", "chromium"):
+        (tmp_path / "bin" / name).write_text('#!/bin/sh\necho "make $*"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SECONDS": str(60 * minutes)}
+    done = subprocess.run([tmp_path / ".ci/run"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "make test\n" in done.stdout
+    assert (f"make test-vllm {options}" in done.stdout) == is_run
+    assert (done.stdout.count("== test-vllm is NOT RUN") == 2) != is_run  # when it is left, and at the end
