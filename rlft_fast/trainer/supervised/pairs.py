@@ -68,9 +68,10 @@ class PairRows:
         return batch if self.reference is None else batch.replace(ref_logprob_T=self.reference.of(both))
 
     @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
-        return [len(ids) for ids in self.sequences.token_ids]
+    def num_tokens(self) -> list[int]:
+        """Tokens of each pair."""
+        lengths = self.sequences.num_tokens
+        return [chosen + rejected for chosen, rejected in zip(lengths[::2], lengths[1::2], strict=True)]
 
 
 class _Pair(NamedTuple):

@@ -5,7 +5,7 @@ memory: training reads the rows of a step alone. A run that was killed while it 
 missing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -119,24 +119,3 @@ class Reference:
         if mapped.dtype != np.float32 or mapped.shape != (self.bounds[-1],):
             raise ValueError(f"{self.path} is not of these pairs: delete it, and it is inferred again")
         return mapped
-
-
-def chunks(pairs: Sequence[int], lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
-    """The pairs in order, in lists of at most so many tokens, or of one pair.
-
-    Args:
-        pairs: numbers of pairs.
-        lengths: tokens of each sequence.
-        most_tokens: of a list.
-    """
-    found: list[int] = []
-    total = 0
-    for i in pairs:
-        size = lengths[2 * i] + lengths[2 * i + 1]
-        if found and total + size > most_tokens:
-            yield found
-            found, total = [], 0
-        found.append(i)
-        total += size
-    if found:
-        yield found

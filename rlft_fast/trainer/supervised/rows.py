@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,10 +76,15 @@ class TaughtRows:
         return int(sum(map(np.sum, self.is_taught)))
 
     def __str__(self) -> str:
-        lengths = [len(ids) for ids in self.token_ids]
+        lengths = self.num_tokens
         text = f"{len(self)} rows of {min(lengths)} to {max(lengths)} tokens"
         text += f", {self.num_taught:,} of {sum(lengths):,} are taught"
         return text + (f"; {self.overlong}" if self.overlong else "")
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """Tokens of each row."""
+        return [len(ids) for ids in self.token_ids]
 
     @property
     def highest_token(self) -> int:
@@ -94,6 +99,26 @@ class TaughtRows:
             torch.from_numpy(np.concatenate([x[1:] for x in ids])), np.array([len(x) - 1 for x in ids]),
             torch.from_numpy(np.concatenate([x[1:] for x in taught])), {},
         )  # fmt: skip
+
+
+def chunks(rows: Sequence[int], num_tokens: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """The rows in order, in lists of at most so many tokens, or of one row.
+
+    Args:
+        rows: numbers of rows.
+        num_tokens: of each row of the set.
+        most_tokens: of a list.
+    """
+    found: list[int] = []
+    total = 0
+    for i in rows:
+        if found and total + num_tokens[i] > most_tokens:
+            yield found
+            found, total = [], 0
+        found.append(i)
+        total += num_tokens[i]
+    if found:
+        yield found
 
 
 def load_rows(

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import DPOConfig, PairConfig, RunConfig, SFTConfig, TaughtConfig, fixed_settings
+from rlft_fast.data import Batch
 from rlft_fast.engine import TRAINED, CheckpointManager, weighted
 from rlft_fast.errors import Checks
 from rlft_fast.models import load_tokenizer
@@ -29,13 +30,13 @@ from rlft_fast.trainer.inputs import model_checksums
 from rlft_fast.trainer.models import build_taught, notes_on
 from rlft_fast.trainer.prompts import RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
-from rlft_fast.trainer.supervised.reference import Reference, chunks
-from rlft_fast.trainer.supervised.rows import TaughtRows, load_rows
+from rlft_fast.trainer.supervised.reference import Reference
+from rlft_fast.trainer.supervised.rows import TaughtRows, chunks, load_rows
 from rlft_fast.world import World, init_distributed
 
 Rows = TaughtRows | PairRows
 
-_CAPS = 8  # micro-batches of each process in a batch of the reference, so that each rank has equal work
+_CAPS = 8  # micro-batches of each process in a batch that is inferred, so that each rank has equal work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ class RowsTrainer:
             assert isinstance(rows, PairRows)
             told = json.dumps({**model, "rows": rows.description}, sort_keys=True)
             path = folder / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.npy"
-            lengths = [length - 1 for length in rows.lengths]
+            lengths = [length - 1 for length in rows.sequences.num_tokens]
             return replace(rows, reference=Reference(lengths, path, self.world))
 
         held_out: dict[str, Rows] = {
@@ -180,10 +181,13 @@ class RowsTrainer:
         reference, actor = rows.reference, self.models.actor
         if keeps:
             reference.keep()
-        most_tokens = _CAPS * actor.config.max_tokens * self.models.num_devices
-        for pairs in chunks(reference.missing(used), rows.lengths, most_tokens):
+        for pairs in self._chunks(rows, reference.missing(used)):
             reference.put(pairs, actor.infer(rows.batch(pairs), ("logprob",))["logprob"])
         reference.sync()
+
+    def _chunks(self, rows: Rows, used: Sequence[int]) -> Iterator[list[int]]:
+        """Numbers of rows that are inferred together: a few micro-batches, so that no batch holds a whole set."""
+        return chunks(used, rows.num_tokens, _CAPS * self.models.actor.config.max_tokens * self.models.num_devices)
 
     def _rows(self, first: int, count: int) -> list[int]:
         """Rows of the stream."""
@@ -228,12 +232,24 @@ class RowsTrainer:
         return Evaluated(metrics=metrics, examples=[], num_scored=sum(map(len, self.data.held_out.values())))
 
     def _measure(self, rows: Rows) -> dict[str, float]:
-        """The loss and its metrics, of all rows at once. A teacher is not asked."""
+        """The loss and its metrics, means over all rows. A teacher is not asked."""
+        found: dict[str, float] = {}
+        size = 0
+        for each in self._chunks(rows, range(len(rows))):
+            batch = rows.batch(each)
+            own = (
+                int(batch.loss_mask_T.sum()) if isinstance(self.loss, LikelihoodLoss) else len(each)
+            )  # tokens or pairs
+            for name, value in self._measure_batch(batch).items():
+                found[name] = found.get(name, 0.0) + own * value
+            size += own
+        return {f"held_out_{name}": value / size for name, value in found.items()}
+
+    def _measure_batch(self, batch: Batch) -> dict[str, float]:
         loss = LikelihoodLoss() if isinstance(self.loss, LikelihoodLoss) else self.loss
-        batch, actor = rows.batch(range(len(rows))), self.models.actor
         (name,) = TRAINED[self.config.head][:1]
         asked = batch.active_T
-        fields = {f"{name}_T": actor.infer(batch, (name,))[name][asked]}
+        fields = {f"{name}_T": self.models.actor.infer(batch, (name,))[name][asked]}
         fields["entropy_T"] = torch.zeros_like(fields[f"{name}_T"])  # which is not measured
         weighed, scale = weighted(batch, loss)
         for key in loss.fields:
@@ -243,8 +259,7 @@ class RowsTrainer:
                 values = getattr(weighed, key)
                 fields[key] = values if key.endswith("_B") else values[asked]
         total = scale * loss.per_token(fields).sum(dtype=torch.float64)
-        found = {"loss": total, **loss.metrics(fields)}
-        return {f"held_out_{name}": float(value) for name, value in found.items()}
+        return {"loss": total.item()} | {name: value.item() for name, value in loss.metrics(fields).items()}
 
     # ---- the state of a run -------------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlft_fast.cli import main
-from rlft_fast.config import DPOConfig, RewardModelConfig
+from rlft_fast.config import DPOConfig, RewardModelConfig, SFTConfig
 from rlft_fast.rl import PreferenceLoss
 from rlft_fast.trainer import RowsTrainer, train
-from rlft_fast.trainer.supervised.reference import chunks
+from rlft_fast.trainer.supervised.rows import chunks
 from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, say, sft_values
 from tests.trainer.toy import comparable, write_rows
 
@@ -113,6 +113,34 @@ def test_scores_are_those_of_plain_transformers(tiny_model, tmp_path):
     assert metrics["pair_accuracy"] == pytest.approx(right / 12)
 
 
+@pytest.mark.parametrize(
+    ("kind", "model"), [(SFTConfig, "llama"), (DPOConfig, "llama"), (RewardModelConfig, "llama-reward")]
+)
+def test_held_out_rows_are_inferred_in_batches(kind, model, tiny_model, tmp_path, monkeypatch):
+    """The numbers are means over all tokens or pairs, whatever the batches."""
+    long = {"prompt": "a", "chosen": "BDCA" * 8, "rejected": "bdca" * 8}
+    rows = [row | {"completion": row["chosen"]} for row in [*[long] * 16, *pairs(33)]]
+    data = str(write_rows(tmp_path / "held_out.jsonl", rows))
+    found, sizes = [], []
+    for cap in (4096, 100):
+        options = {"actor__max_tokens": cap, "data__path": data, "evaluation__path": data}
+        trainer = RowsTrainer(pair_config(kind, tiny_model(model), tmp_path / str(cap), **options))
+        trainer.train_step(0)  # away from the reference
+        infer = trainer.models.actor.infer
+
+        def recording(batch, outputs, infer=infer):
+            sizes.append(batch.num_tokens)
+            return infer(batch, outputs)
+
+        monkeypatch.setattr(trainer.models.actor, "infer", recording)
+        found.append(trainer.evaluate().metrics)
+    whole, *parts = sizes
+    assert sum(parts) == whole
+    assert len(parts) > 1
+    assert max(parts) <= 8 * 100
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(("kind", "model"), [(DPOConfig, "llama"), REWARD])
 def test_two_processes_learn_what_one_learns(kind, model, tiny_model, tmp_path):
@@ -149,7 +177,7 @@ def test_the_reference_is_inferred_once_in_batches(tiny_model, tmp_path):
     options["data__max_sequence_tokens"] = 30
     config = pair_config(DPOConfig, model, tmp_path / "run", **options, steps=1)
     rows = RowsTrainer(config).data.rows
-    assert len([*chunks(range(30), rows.lengths, 8 * 60)]) > 1
+    assert len([*chunks(range(30), rows.num_tokens, 8 * 60)]) > 1
     train(config)
     (path,) = (tmp_path / "run" / "run" / "reference").iterdir()
     kept = np.load(path)
