@@ -147,7 +147,7 @@ class WorkerGroup:
     def take_usage(self) -> TotalUsage:
         """What the calls took of the workers whose results were asked for since this was last called."""
         usage, self._usage = self._usage, [[] for _ in range(self.size)]
-        return TotalUsage.of_workers(usage)
+        return TotalUsage.of_workers(usage, self.name.removesuffix("Worker").lower())
 
     def _results(self, calls: list[Any]) -> list[Any]:
         """The results of calls of `_Host.call`."""
@@ -304,7 +304,7 @@ class _Host(Leaving):
         memory = PeakMemory(self.worker.world.device)
         memory.restart()
         self.worker.busy_seconds = 0.0
-        started = time.perf_counter()
+        start, started = time.time(), time.perf_counter()
         with raising_little():
             result = getattr(self.worker, name)(*args, **keywords)
-        return result, Usage(memory.measure(), time.perf_counter() - started, self.worker.busy_seconds)
+        return result, Usage(memory.measure(), time.perf_counter() - started, self.worker.busy_seconds, start)

@@ -12,6 +12,8 @@ class Usage(NamedTuple):
     seconds: float
     busy_seconds: float
     """The part of the time in which the worker did its own share and waited for no other; 0: not measured."""
+    start: float = 0.0
+    """Seconds since the epoch, by the clock of the worker's machine."""
 
 
 class TotalUsage(NamedTuple):
@@ -23,16 +25,19 @@ class TotalUsage(NamedTuple):
     """Of the worker with the most. Groups count as working at the same time."""
     busy_seconds: tuple[float, ...] = ()
     """By worker; empty where it is not measured."""
+    spans: tuple[tuple[str, float, float], ...] = ()
+    """Worker, start and end of each call, in seconds since the epoch."""
 
     @classmethod
-    def of_workers(cls, calls: Iterable[Iterable[Usage]]) -> Self:
-        """The total, from the calls of each worker of a group."""
+    def of_workers(cls, calls: Iterable[Iterable[Usage]], name: str = "") -> Self:
+        """The total, from the calls of each worker of a group of this name."""
         workers = [[*own] for own in calls]
         busy = tuple(sum(call.busy_seconds for call in own) for own in workers)
         return cls(
             _highest(call.peak_bytes for own in workers for call in own),
             max((sum(call.seconds for call in own) for own in workers), default=0.0),
             busy if any(busy) else (),
+            tuple((f"{name} {i}", x.start, x.start + x.seconds) for i, own in enumerate(workers) for x in own),
         )
 
     @classmethod
@@ -43,6 +48,7 @@ class TotalUsage(NamedTuple):
             _highest(group.peak_bytes for group in every),
             max((group.seconds for group in every), default=0.0),
             tuple(seconds for group in every for seconds in group.busy_seconds),
+            tuple(span for group in every for span in group.spans),
         )
 
 

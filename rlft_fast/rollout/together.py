@@ -28,7 +28,7 @@ from rlft_fast.rollout.types import (
     make_requests,
     without_refusals,
 )
-from rlft_fast.world import STOP, World
+from rlft_fast.world import SPANS, STOP, World
 
 T = TypeVar("T")
 
@@ -229,7 +229,8 @@ class Rollout:
         shared, start = gather_requests(requests, self.group_size, self.world)
         with self.sampling(), STOP.alone() if self.group_size == 1 else nullcontext():
             started = time.perf_counter()
-            answers = self.generator.generate(shared, params)
+            with SPANS.noted("generate"):
+                answers = self.generator.generate(shared, params)
             self.seconds = time.perf_counter() - started
         return answers[start : start + len(requests)]
 

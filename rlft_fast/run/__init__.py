@@ -8,6 +8,7 @@ going_back  what came after an earlier checkpoint becomes a run of its own
 lock        one run at a time writes to a folder
 log         numbers and samples as JSON lines, and what is shown
 store       a copy of the run in an object store
+timeline    when each part of a run worked
 tokens      numbers of every token of a step
 trackers    TensorBoard, Weights & Biases, Trackio, MLflow and Prometheus
 phases      time, memory and waiting in the parts of a step
@@ -30,22 +31,26 @@ if TYPE_CHECKING:
     from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
     from rlft_fast.run.run import Run, by_first
     from rlft_fast.run.store import Store
+    from rlft_fast.run.timeline import PHASE_COLORS, Timeline, draw_timeline, read_timeline
     from rlft_fast.run.tokens import read_tokens, token_columns
     from rlft_fast.run.trackers import require_trackers
 
 __all__ = [
     "COLORS",
     "PANELS",
+    "PHASE_COLORS",
     "Evaluated",
     "Phases",
     "Run",
     "RunLog",
     "StepResult",
     "Store",
+    "Timeline",
     "Trainer",
     "by_first",
     "claim",
     "dotted",
+    "draw_timeline",
     "drawable",
     "is_exact_integer",
     "is_in_use",
@@ -54,6 +59,7 @@ __all__ = [
     "parse_json",
     "plot_runs",
     "read_metrics",
+    "read_timeline",
     "read_tokens",
     "require_same",
     "require_trackers",

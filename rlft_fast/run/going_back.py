@@ -13,7 +13,7 @@ from rlft_fast.run.folder import LOGS, MARKER
 from rlft_fast.run.tokens import token_files_after
 
 _COPIED = (MARKER, "config.yaml", *LOGS)
-_MOVED = ("summary.json", "curve.png", "hf")  # of the last step
+_MOVED = ("summary.json", "curve.png", "timeline.png", "hf")  # of the last step
 
 
 def keep_later(run: Path, step: int, checkpoints: Sequence[Path], *, best: bool) -> Path:

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self, TextIO, cast
 
@@ -16,10 +16,11 @@ from rich.table import Table
 from rlft_fast.errors import printable
 from rlft_fast.files import fsync
 from rlft_fast.run.folder import LOGS
+from rlft_fast.run.timeline import FILE as TIMELINE
 from rlft_fast.run.tokens import FOLDER as TOKENS
 from rlft_fast.run.tokens import remove_tokens_after
 from rlft_fast.run.trackers import Tracker
-from rlft_fast.world import write_at_once
+from rlft_fast.world import Span, write_at_once
 
 _SHOWN = (
     "train_loss", "pair_accuracy", "held_out_loss", "held_out_pair_accuracy", "reward_mean", "accuracy", "approx_kl",
@@ -125,6 +126,11 @@ class RunLog:
         self._write("samples.jsonl", {"step": step, **fields})
         if len(self._texts) < self.num_texts:
             self._texts.append(fields)
+
+    def spans(self, step: int, start: float, end: float, spans: Sequence[Span]) -> None:
+        """Writes the work between two times, in seconds since the epoch."""
+        rows = [[*span[:2], round(span.start, 3), round(span.end, 3)] for span in spans]
+        self._write(TIMELINE, {"step": step, "start": round(start, 3), "end": round(end, 3), "spans": rows})
 
     def message(self, text: str) -> None:
         self.console.print(printable(text), highlight=False, soft_wrap=True, markup=False)

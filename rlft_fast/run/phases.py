@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from rlft_fast.cluster import TotalUsage
-from rlft_fast.world import PeakMemory, World
+from rlft_fast.world import SPANS, PeakMemory, Span, World
+
+# Generators, environments and reward functions note their own work, in any thread.
+_NOTED = ("teacher", "logprobs", "update", "sync")
 
 
 class Phases:
@@ -39,11 +42,14 @@ class Phases:
         """A phase, or another part of it."""
         self._peak.restart() if self.elsewhere is None else self.elsewhere()
         started = time.perf_counter()
-        with torch.profiler.record_function(name):  # in a trace of the step
-            yield
+        is_noted = self.elsewhere is None and name in _NOTED
+        with torch.profiler.record_function(name), SPANS.noted(name) if is_noted else contextlib.nullcontext():
+            yield  # in a trace of the step
         seconds = time.perf_counter() - started
         took = TotalUsage(self._peak.measure(), seconds) if self.elsewhere is None else self.elsewhere()
         self._add_seconds(name, took.seconds)
+        for worker, start, end in took.spans:
+            SPANS.add(Span(name, worker, start, end))
         if took.peak_bytes is not None:
             self.peak_bytes[name] = max(took.peak_bytes, self.peak_bytes.get(name, 0))
         if took.busy_seconds:

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import stat
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,9 +30,10 @@ from rlft_fast.run.profile import profiled
 from rlft_fast.run.progress import Progress, measure_of_best
 from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
 from rlft_fast.run.store import Copies, Store, StoreError
+from rlft_fast.run.timeline import draw_timeline, merged
 from rlft_fast.run.tokens import write_tokens
 from rlft_fast.run.trackers import TrackedRun, Tracker
-from rlft_fast.world import STOP, World
+from rlft_fast.world import SPANS, STOP, Span, World
 
 _MAX_LOST = 3  # restarts of lost workers without a new checkpoint in between
 
@@ -62,6 +64,7 @@ class Run:
         has_copies = address is not None and self.world.is_first
         self.copies = Copies(Store(address), self.directory, self.log.message) if has_copies else None
         self.saved_step = 0  # what a checkpoint holds; step 0 needs none
+        self.recorded = 0.0  # when the last step was recorded, in seconds since the epoch
         self.told_failure: BaseException | None = None
         self.is_hurried = dist.is_torchelastic_launched()  # torchrun kills its processes 30 s after a signal
 
@@ -230,6 +233,8 @@ class Run:
         config, progress = self.config, self.progress
         for note in self.trainer.notes():
             self.log.message(note)
+        SPANS.take()  # of the beginning
+        self.recorded = time.time()
         self.trainer.start(progress.step)
         STOP.can_leave = self.is_hurried
         if config.evaluation is not None and progress.before is None:
@@ -267,6 +272,18 @@ class Run:
         for warning in result.warnings:
             self.log.message(f"warning: step {number}: {warning}")
         self.log.metrics(number, result.metrics)
+        self._record_spans(number)
+
+    def _record_spans(self, number: int) -> None:
+        """Writes when the ranks, and the workers that they drive, have worked since the last step was recorded."""
+        own = merged(SPANS.take())
+        found = [
+            Span(phase, worker or f"rank {rank}", start, end)
+            for rank, spans in enumerate(self.world.all_gather_json(own))
+            for phase, worker, start, end in spans
+        ]
+        start, self.recorded = self.recorded, time.time()
+        self.log.spans(number, start, self.recorded, found)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -355,7 +372,8 @@ class Run:
             with replacing(self.directory / "summary.json") as file:
                 file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
             if importlib.util.find_spec("matplotlib") is not None:
-                self._draw(self.directory / "curve.png")
+                self._draw("curve.png", lambda path: plot_runs([self.directory], path))
+                self._draw("timeline.png", lambda path: draw_timeline(self.directory, path))
         if self.config.evaluation is not None:
             self._show_evaluation(self.config.evaluation)
         self.log.message(f"the model is in {self.directory / 'hf'}, numbers and samples of each step beside it")
@@ -373,11 +391,11 @@ class Run:
             f"{progress.seconds / 60:.1f} minutes of training"
         )
 
-    def _draw(self, path: Path) -> None:
+    def _draw(self, name: str, draw: Callable[[Path], object]) -> None:
         try:
-            plot_runs([self.directory], path)
+            draw(self.directory / name)
         except Exception as error:  # the run is finished, and its picture can be drawn again
-            warnings.warn(f"{path.name} cannot be drawn: {error} (rlft-fast plot {self.directory})", stacklevel=2)
+            warnings.warn(f"{name} cannot be drawn: {error} (rlft-fast plot {self.directory})", stacklevel=2)
 
     # ---- signals ------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from rlft_fast.files import REPLACED, TEMPORARY, publish
 from rlft_fast.run.folder import LOGS, MARKER, run_id
 
 _MANIFEST = "manifest.json"
-_FILES = (MARKER, "config.yaml", *LOGS, "summary.json", "curve.png")
+_FILES = (MARKER, "config.yaml", *LOGS, "summary.json", "curve.png", "timeline.png")
 _PAUSES = (1.0, 4.0)  # seconds before the second and the third attempt
 
 

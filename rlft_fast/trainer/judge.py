@@ -35,7 +35,7 @@ from rlft_fast.rewards import (
 from rlft_fast.run import naming_start
 from rlft_fast.trainer.experience import with_rewards
 from rlft_fast.trainer.prompts import Conversation, Limits, Prompts
-from rlft_fast.world import STOP, LeftEarlyError, World
+from rlft_fast.world import SPANS, STOP, LeftEarlyError, World
 
 _ANSWER = "an answer of 6 words, 1.5"  # to find in a rendered text
 
@@ -100,7 +100,7 @@ class Judge:
 
         def score() -> tuple[list[str], list[Parts]]:
             try:
-                with STOP.alone(), self._turn:
+                with STOP.alone(), self._turn, SPANS.noted("reward"):
                     return self._score_own(prompts, own)
             finally:
                 self.seconds = time.perf_counter() - started

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlft_fast.config import ConfigError, load_config
 from rlft_fast.errors import without_panics
-from rlft_fast.run import drawable, is_exact_integer, parse_json, read_metrics, read_tokens
+from rlft_fast.run import Timeline, drawable, is_exact_integer, parse_json, read_metrics, read_timeline, read_tokens
 from rlft_fast.tokenizer_files import check_tokenizer_files
 from rlft_fast.view.thumbnails import thumbnails
 
@@ -35,6 +35,8 @@ class Contents(NamedTuple):
     """Texts of the tokens by their ids; {} where no tokenizer was found."""
     thumbnails: dict[str, str]
     """Small copies of images by their names, JPEG as base64."""
+    timeline: Timeline | None
+    """The newest steps; None: the run has noted none."""
     notes: list[str]
     """Whole sentences about damaged and left out parts."""
 
@@ -58,7 +60,7 @@ def read_run(run: Path, max_bytes: int) -> Contents:
     used = {int(token) for own in columns.values() for token in np.unique(own["token_id_T"])}
     names = {name for own in samples.values() for sample in own for name in sample.get("images", ())}
     texts, small = _token_texts(run, used, notes), thumbnails(run, names, notes)
-    return Contents(str(run), series, samples, tokens, texts, small, notes)
+    return Contents(str(run), series, samples, tokens, texts, small, read_timeline(run), notes)
 
 
 def _read_series(run: Path) -> tuple[dict[str, Series], list[str]]:

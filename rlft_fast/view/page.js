@@ -2,7 +2,7 @@
 // Texts of models and data reach the page through text nodes alone.
 const read = (id) => { const block = document.getElementById(id); return block && JSON.parse(block.textContent); };
 const at = (id) => document.getElementById(id);
-const { panels, colors, runs } = read("data");
+const { panels, colors, phases, runs } = read("data");
 for (const run of runs) run.series = new Map(Object.entries(run.series));  // an object has names of its own, such as constructor
 const isPair = runs.length > 1;
 const cache = new Map();
@@ -113,6 +113,44 @@ function drawCurves() {
     if (!place.children.length) place.append(...others.map((name) => chart(name, name)));
   });
   more.open = !main.length;
+}
+
+// ---- timeline ----
+
+const WIDE = 1200, NAMES = 190, ROW = 20;
+
+function timeline(run, index) {
+  const { steps: [first, last], seconds, rows, left_out } = run.timeline, end = rows.length * ROW;
+  const x = (time) => NAMES + time / (seconds || 1) * (WIDE - NAMES - RIGHT);
+  const svg = shape("svg", { viewBox: `0 0 ${WIDE} ${end + BOTTOM}`, role: "img", "aria-label": "timeline" });
+  for (const tick of ticks(0, seconds, 8)) {
+    svg.append(shape("line", { class: "grid", x1: x(tick), x2: x(tick), y1: 0, y2: end }),
+      shape("text", { x: x(tick), y: end + BOTTOM - 6, "text-anchor": "middle" }, `${number(tick)} s`));
+  }
+  rows.forEach((row, i) => {
+    svg.append(shape("text", { x: 0, y: i * ROW + 14 }, `${visible(row.name)}, idle ${(100 * row.idle).toFixed(0)} %`));
+    for (const [phase, from, to] of row.spans) {
+      const bar = shape("rect", { x: x(from).toFixed(1), y: i * ROW + 3, width: Math.max(x(to) - x(from), 0.5).toFixed(1), height: ROW - 6, fill: phases[phase] });
+      bar.append(shape("title", {}, `${phase}, ${number(to - from)} s`));
+      svg.append(bar);
+    }
+  });
+  const used = new Set(rows.flatMap((row) => row.spans.map(([phase]) => phase)));
+  const legend = Object.keys(phases).filter((phase) => used.has(phase)).map((phase) => {
+    const chip = node("i");
+    chip.style.backgroundColor = phases[phase];
+    return node("span", { className: "phase" }, chip, phase);
+  });
+  const more = left_out ? `; ${left_out} more workers are not shown` : "";
+  const about = `steps ${first.toLocaleString("en")} to ${last.toLocaleString("en")}; idle shares are of the whole run${more}`;
+  const title = node("span", { className: isPair ? `name run${index}` : "" }, isPair ? `${visible(run.name)}: ${about}` : about);
+  return node("figure", {}, node("figcaption", {}, title, node("span", { className: "value" }, ...legend)), svg);
+}
+
+function drawTimelines() {
+  const own = runs.map((run, i) => ({ run, i })).filter(({ run }) => run.timeline && run.timeline.rows.length);
+  at("timeline").hidden = !own.length;
+  at("timeline").append(...own.map(({ run, i }) => timeline(run, i)));
 }
 
 // ---- steps ----
@@ -395,6 +433,7 @@ document.title = runs.map((run) => visible(run.name)).join(" and ");
 at("title").append(...runs.map((run, i) => node("span", { className: isPair ? `name run${i}` : "" }, visible(run.name))));
 at("notes").append(...runs.flatMap((run) => run.notes.map((note) => node("li", {}, (isPair ? `${visible(run.name)}: ` : "") + visible(note)))));
 drawCurves();
+drawTimelines();
 drawSteps();
 openSamples();
 at("groups").getBoundingClientRect();  // the layout is done by then

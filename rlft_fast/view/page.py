@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.files import replacing
-from rlft_fast.run import COLORS, PANELS
+from rlft_fast.run import COLORS, PANELS, PHASE_COLORS, Timeline
 from rlft_fast.view.contents import Contents, read_run
 
 _UNSAFE = re.compile("[<>&]")
@@ -36,9 +36,10 @@ def write_view(runs: list[Path], output: Path, max_bytes: int = 16 * 2**20) -> N
 def _page(contents: list[Contents]) -> str:
     style, script = _template("page.css"), _template("page.js")
     data = {
-        "panels": PANELS, "colors": COLORS,
+        "panels": PANELS, "colors": COLORS, "phases": PHASE_COLORS,
         "runs": [
             {"name": run.name, "notes": run.notes, "series": run.series, "steps": sorted(run.samples)}
+            | ({} if run.timeline is None else {"timeline": _timeline(run.timeline)})
             for run in contents
         ],
     }  # fmt: skip
@@ -52,6 +53,19 @@ def _page(contents: list[Contents]) -> str:
         "data": "\n".join(_block(name, value) for name, value in blocks.items()),
     }  # fmt: skip
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _template("page.html"))
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    rows = [
+        {
+            "name": row.name,
+            "idle": round(row.idle, 4),
+            "spans": [[x, round(a, 3), round(b, 3)] for x, a, b in row.spans],
+        }
+        for row in timeline.rows
+    ]
+    left_out = timeline.num_rows - len(rows)
+    return {"steps": timeline.steps, "seconds": timeline.seconds, "rows": rows, "left_out": left_out}
 
 
 def _template(name: str) -> str:

@@ -4,6 +4,7 @@ world            `World`: rank, size, device, and the collectives that trainers 
 process_group    joining torch's process group and leaving it
 stopping         signals that ask a run to stop, and the places where all ranks leave a step together
 threads          threads for calls that may hang
+spans            when parts of a run worked
 peak             the peak of this process's memory
 failures         after a rank has died, the other ranks name it
 """
@@ -16,16 +17,19 @@ from rlft_fast.world.process_group import (
     init_distributed,
     leaving_process_group,
 )
+from rlft_fast.world.spans import SPANS, Span
 from rlft_fast.world.stopping import STOP, LeftEarlyError, write_at_once
 from rlft_fast.world.threads import DaemonThreads
 from rlft_fast.world.world import RAISED_BY, World, accumulate, collective_timeout, forked_rng
 
 __all__ = [
     "RAISED_BY",
+    "SPANS",
     "STOP",
     "DaemonThreads",
     "LeftEarlyError",
     "PeakMemory",
+    "Span",
     "World",
     "accumulate",
     "collective_timeout",

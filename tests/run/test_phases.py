@@ -10,7 +10,7 @@ import pytest
 from rlft_fast.cluster import TotalUsage
 from rlft_fast.cluster.usage import Usage
 from rlft_fast.run.phases import Phases
-from rlft_fast.world import World
+from rlft_fast.world import SPANS, World
 from tests.support.distributed import run_distributed
 from tests.support.memory import requires_proc
 
@@ -38,7 +38,8 @@ def test_a_phase_has_the_peak_of_its_parts():
 def test_a_driver_has_the_time_and_memory_of_its_workers():
     nothing = TotalUsage()
     took = [
-        TotalUsage(3 * 2**30, 5.0, (3.0, 4.0)), TotalUsage(None, 0.5), TotalUsage(2**30, 2.0, (2.0, 1.0)), nothing,
+        TotalUsage(3 * 2**30, 5.0, (3.0, 4.0), (("actor 0", 7.0, 12.0),)), TotalUsage(None, 0.5),
+        TotalUsage(2**30, 2.0, (2.0, 1.0)), nothing,
     ]  # fmt: skip
     calls = iter([x for usage in took for x in (TotalUsage(2**40, 100.0), usage)])  # before and after each phase
     phases = Phases(World(), elsewhere=lambda: next(calls))
@@ -50,14 +51,17 @@ def test_a_driver_has_the_time_and_memory_of_its_workers():
         "seconds_generate": 7.0, "seconds_reward": 0.75, "seconds_sync": 0.0, "memory_gib_generate": 3.0,
         "idle_share_generate": 0.0,  # 5 s each
     }  # fmt: skip
+    assert ("generate", "actor 0", 7.0, 12.0) in SPANS.take()
 
 
 def test_usage_of_workers_and_groups():
-    calls = [[Usage(5, 1.0, 0.5), Usage(None, 2.0, 0.5)], [Usage(7, 4.0, 3.0)]]
-    actor = TotalUsage.of_workers(calls)
-    assert actor == (7, 4.0, (1.0, 3.0))
-    critic = TotalUsage.of_workers([[Usage(None, 6.0, 0.0)]])
-    assert TotalUsage.of_groups([actor, critic, TotalUsage.of_workers([[], []])]) == (7, 6.0, (1.0, 3.0))
+    calls = [[Usage(5, 1.0, 0.5, 100.0), Usage(None, 2.0, 0.5, 103.0)], [Usage(7, 4.0, 3.0, 101.0)]]
+    actor = TotalUsage.of_workers(calls, "actor")
+    spans = (("actor 0", 100.0, 101.0), ("actor 0", 103.0, 105.0), ("actor 1", 101.0, 105.0))
+    assert actor == (7, 4.0, (1.0, 3.0), spans)
+    critic = TotalUsage.of_workers([[Usage(None, 6.0, 0.0, 99.0)]], "critic")
+    total = TotalUsage.of_groups([actor, critic, TotalUsage.of_workers([[], []])])
+    assert total == (7, 6.0, (1.0, 3.0), (*spans, ("critic 0", 99.0, 105.0)))
 
 
 def check_two_ranks(rank: int) -> None:

@@ -134,7 +134,7 @@ def test_a_run_keeps_no_numbers_of_steps_that_it_has_not_done(tmp_path):
     assert sorted(os.listdir(run / "tokens")) == kept
     count(tmp_path, steps=1)  # from the beginning
     assert os.listdir(run / "tokens") == ["notes.txt"]
-    assert log.set_aside() == ["metrics.1.jsonl", "samples.1.jsonl", "tokens.1"]
+    assert log.set_aside() == ["metrics.1.jsonl", "samples.1.jsonl", "timeline.1.jsonl", "tokens.1"]
 
 
 def damage(path, how: str) -> None:

@@ -12,6 +12,7 @@ import rlft_fast.trainer.models
 import rlft_fast.trainer.overlap
 from rlft_fast.config import Config
 from rlft_fast.rollout import RolloutError
+from rlft_fast.run import read_timeline
 from rlft_fast.trainer import train
 from rlft_fast.trainer.overlap import Overlap
 from rlft_fast.trainer.schedule import Schedule
@@ -101,6 +102,8 @@ def test_groups_go_on_across_updates(overlapped, copied, tiny_model, tmp_path):
     changes = {"steps": 6, "rollout__max_staleness": 2, "rollout__update": "in-flight", **APART}
     train(toy_config(tiny_model("llama"), tmp_path / "cut", **changes), resume=True)
     prompts = lambda run: [(row["step"], row["prompt"]) for row in read_lines(run / "samples.jsonl")]  # noqa: E731
+    parts = [row.name for row in read_timeline(run).rows]
+    assert parts == ["generation", "rewards", "training", "sync"]
     for found in (run, tmp_path / "cut/run"):
         assert prompts(found) == prompts(in_turn)
         rows = read_lines(found / "samples.jsonl")

@@ -12,7 +12,10 @@ from rlft_fast.world import World
 
 HERE = Path(__file__)
 WORDS = ("sun", "moon", "star", "rain", "snow", "wind", "hill", "lake", "tree", "leaf")
-FILES = {"config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "run.json", "checkpoints", "hf", "curve.png"}
+FILES = {
+    "config.yaml", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "summary.json", "run.json", "checkpoints", "hf",
+    "curve.png", "timeline.png",
+}  # fmt: skip
 """Of a run that has ended."""
 CALLS: dict[Path, int] = {}
 """Of `even_share_until_struck`, since the file was written."""

@@ -16,7 +16,7 @@ from PIL import Image
 from rlft_fast.run.tokens import write_tokens
 from rlft_fast.view import write_view
 from tests.support.pictures import picture
-from tests.support.run_folders import HOSTILE, sample, write_run
+from tests.support.run_folders import HOSTILE, sample, write_lines, write_run
 from tests.support.samples import columns_of_samples
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -88,6 +88,8 @@ def run(tmp_path_factory):
     samples += [sample(40, f"answer {i}", prompt=f"question {i // 3}", reward=i / 4) for i in range(5)]
     folder = write_run(tmp_path_factory.mktemp("view") / "<b>run", samples, metrics)
     write_tokens(folder, 40, columns_of_samples(), 5)
+    spans = [["update", text, 10.0 + i, 11.0 + i] for i, text in enumerate(HOSTILE)]
+    write_lines(folder / "timeline.jsonl", [{"step": 40, "start": 10.0, "end": 20.0, "spans": spans}])
     return folder
 
 
@@ -119,6 +121,12 @@ def test_hostile_texts_are_shown_as_texts(run, tmp_path):
     assert shown == expected
     assert [text.text for text in groups.all(".text")] == shown
     assert {part.tag for tag in ("script", "img", "b") for part in groups.all(tag)} == set()
+    timeline = page.one("#timeline")
+    names = [text.text for text in timeline.all("text") if "idle" in text.text]
+    assert sorted(names) == sorted(f"training, {text}, idle 90 %" for text in expected)
+    widths = [float(bar.attributes["width"]) for bar in timeline.all("rect")]
+    assert widths == [widths[0]] * len(HOSTILE)
+    assert {part.tag for tag in ("script", "img", "b") for part in timeline.all(tag)} == set()
     assert len(page.all("script")) == len(re.findall("<script", (tmp_path / "page.html").read_text()))
 
 

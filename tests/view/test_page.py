@@ -18,7 +18,7 @@ from rlft_fast.run.tokens import write_tokens
 from rlft_fast.view import write_view
 from rlft_fast.view.contents import token_texts
 from tests.support.metrics import ODD
-from tests.support.run_folders import HOSTILE, sample, write_run
+from tests.support.run_folders import HOSTILE, sample, write_lines, write_run
 from tests.support.samples import columns_of_samples
 from tests.trainer.toy import toy_config
 
@@ -80,6 +80,18 @@ def test_texts_are_data_and_never_markup(tmp_path):
     assert set(re.findall(rb"[^\n\x20-\x7e]", (run / "view.html").read_bytes())) == set()
 
 
+def test_the_page_has_the_timeline_of_the_run(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert "timeline" not in page_of(run).data["data"]["runs"][0]
+    spans = [["update", HOSTILE[1], 10.0, 11.5], ["update", "rank 0", 10.0, 14.0]]
+    write_lines(run / "timeline.jsonl", [{"step": 7, "start": 10.0, "end": 14.0, "spans": spans}])
+    found = page_of(run)
+    rows = [{"name": f"training, {HOSTILE[1]}", "idle": 0.625, "spans": [["update", 0.0, 1.5]]},
+            {"name": "training, rank 0", "idle": 0.0, "spans": [["update", 0.0, 4.0]]}]  # fmt: skip
+    assert found.data["data"]["runs"][0]["timeline"] == {"steps": [7, 7], "seconds": 4.0, "rows": rows, "left_out": 0}
+    assert set(found.data["data"]["phases"]) >= {"update"}
+
+
 def test_the_page_may_load_nothing_and_run_its_own_script_alone(tmp_path):
     page = page_of(write_run(tmp_path / "run", [sample(1)]))
     policy = next(x["content"] for _, x in page.tags if x.get("http-equiv") == "Content-Security-Policy")
@@ -90,7 +102,7 @@ def test_the_page_may_load_nothing_and_run_its_own_script_alone(tmp_path):
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     assert not [x for _, x in page.tags if {"src", "style"} & set(x) or any(name.startswith("on") for name in x)]
-    assert [x["href"] for _, x in page.tags if "href" in x] == ["#curves", "#steps", "#samples"]
+    assert [x["href"] for _, x in page.tags if "href" in x] == ["#curves", "#timeline", "#steps", "#samples"]
 
 
 def test_older_steps_are_left_out_of_a_page_that_would_grow_too_large(tmp_path):

@@ -28,7 +28,7 @@ from rlft_fast.trainer.episodes.calls import Parsed, parse, text_of
 from rlft_fast.trainer.episodes.episode import Episode, samples_of
 from rlft_fast.trainer.episodes.suffix import Suffix, choose_suffixes
 from rlft_fast.trainer.prompts import Message, Prompts, name_rows
-from rlft_fast.world import World
+from rlft_fast.world import SPANS, World
 
 _Asked = TypeVar("_Asked")
 _Answered = TypeVar("_Answered")
@@ -259,7 +259,8 @@ class EpisodePlayer:
 
     def _timed(self, call: Callable[[_Asked], _Answered], asked: _Asked) -> _Answered:
         started = time.perf_counter()
-        answers = call(asked)
+        with SPANS.noted("environment"):
+            answers = call(asked)
         self.environment_seconds += time.perf_counter() - started
         return answers
 
