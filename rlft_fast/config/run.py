@@ -164,6 +164,8 @@ class Config(RunConfig):
     """How completions are scored."""
     environment: EnvironmentConfig | None = None
     """What answers the policy, turn by turn; null: an answer is one message."""
+    environments: dict[str, EnvironmentConfig] = Field(default={})
+    """Several, by name, in the place of environment. Each row names its own in the column environment."""
     rollout: RolloutConfig = RolloutConfig()
     """How completions are sampled."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -188,6 +190,11 @@ class Config(RunConfig):
     """Samples per step whose texts the trackers get, too."""
     log_tokens_mib: MayChange[PositiveInt | None] = None
     """Most MiB per step of numbers of each token, in the folder tokens for rlft-fast view; null: none are written."""
+
+    @property
+    def environments_by_name(self) -> dict[str, EnvironmentConfig]:
+        """All environments; the one of ``environment`` has the name ""."""
+        return self.environments if self.environment is None else {"": self.environment}
 
     def for_device(self, device_type: str) -> Self:
         """With `ModelConfig.for_device` of each model."""
@@ -320,13 +327,14 @@ class Config(RunConfig):
         reward, filter_by = self.reward, self.algorithm.filter_by
         has_reward = reward.function is not None or reward.model_parts or self.data.task is not None
         has_reward = has_reward or reward.server is not None
-        has_reward = has_reward or (self.environment is not None and self.environment.name is not None)
+        played = self.environments_by_name
+        has_reward = has_reward or (bool(played) and all(own.name is not None for own in played.values()))
         if not has_reward and self.algorithm.advantage != "none":
             yield "reward.function is needed: only reasoning-gym tasks and environments have their own scoring"
         if not has_reward and self.evaluation is not None and self.evaluation.function is None:
             yield "evaluation.function is needed, because the run has no reward"
         parts = [*self.function_weights, *reward.model_parts]
-        parts += ["environment"] if self.environment is not None else []
+        parts += ["environment"] if played else []
         if filter_by is not None and filter_by not in parts:
             yield f"algorithm.filter_by is {filter_by!r}, expected a part of the reward: {', '.join(parts)}"
         evaluation_function = None if self.evaluation is None else self.evaluation.function
@@ -343,7 +351,14 @@ class Config(RunConfig):
 
     @rule
     def _environment_can_answer(self) -> Iterator[str]:
-        if self.environment is None:
+        if self.environment is not None and self.environments:
+            yield "give either environment or environments (each with a name), not both"
+        for name in self.environments:
+            if not name.isidentifier():
+                yield (
+                    f"environments has one named {name!r}: a name has letters, digits and underscores, no digit first"
+                )
+        if not self.environments_by_name:
             return
         if self.cluster is not None:
             yield (

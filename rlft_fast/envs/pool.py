@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from rlft_fast.envs.server import FORK, KILL, PID, serve
 from rlft_fast.isolation import WorkerProcess
@@ -42,47 +42,61 @@ class Failed(str):
 Answer = dict[str, Any] | Failed
 
 
+class EnvironmentClass(NamedTuple):
+    """A class of environments, and how it is called."""
+
+    spec: str | Sequence[str]
+    """module:Class, path/to/file.py:Class, or a name such as gymnasium:ID; or functions that are tools."""
+    options: Mapping[str, Any]
+    """Arguments of the class."""
+    columns: Sequence[str]
+    """Names of the columns that ``reset`` gets."""
+    timeout_s: float
+    """Seconds for one call of an environment."""
+    most_characters: int
+    """Of the content of a message; the rest is left out."""
+
+    def __str__(self) -> str:
+        return self.spec if isinstance(self.spec, str) else ", ".join(self.spec)
+
+
 class EnvironmentPool:
-    """Environments of one class, each episode in a process of its own.
+    """Environments of several classes, each episode in a process of its own.
 
     Args:
-        spec: module:Class, path/to/file.py:Class, or a name such as gymnasium:ID; or functions that are tools.
-        options: arguments of the class.
-        columns: names of the columns that ``reset`` gets.
-        timeout_s: seconds for one call of an environment.
-        most_characters: of the content of a message; the rest is left out.
+        classes: by names.
 
     Attributes:
-        name: for messages.
-        tools: JSON schemas of the tools that the policy may call.
+        tools: by the names of the classes, JSON schemas of the tools that the policy may call.
         seconds: by the number of an episode, how long each of its calls took until its answer was there [s]. The reader
             takes them out.
 
     Raises:
-        ValueError: the class cannot be loaded, or is no environment.
+        ValueError: a class cannot be loaded, or is no environment.
     """
 
-    def __init__(
-        self, spec: str | Sequence[str], options: Mapping[str, Any], columns: Sequence[str], timeout_s: float,
-        most_characters: int,
-    ) -> None:  # fmt: skip
-        self.name, self.timeout_s = _name_of(spec), timeout_s
-        self._arguments = (spec if isinstance(spec, str) else [*spec], dict(options), [*columns], most_characters)
-        self._worker: _Worker | None = None
+    def __init__(self, classes: Mapping[str, EnvironmentClass]) -> None:
+        self.classes = dict(classes)
+        self._workers: dict[str, _Worker] = {}
         self._episodes: dict[int, _Episode] = {}
         self.seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._next = 0
-        self._turn = threading.RLock()  # of the worker, which forks and kills; several threads may play episodes
-        self._worker = _Worker(*self._arguments)
-        self.tools = self._worker.tools
+        self._turn = threading.RLock()  # of the workers, which fork and kill; several threads may play episodes
+        try:
+            for name, own in self.classes.items():
+                self._workers[name] = _Worker(own)
+            self.tools = {name: worker.tools() for name, worker in self._workers.items()}
+        except BaseException:
+            self.close()
+            raise
 
-    def open(self, count: int) -> list[int]:
-        """Starts the processes of so many episodes; returns their numbers."""
+    def open(self, names: Sequence[str]) -> list[int]:
+        """Starts the process of an episode for each name of a class; returns the numbers of the episodes."""
         with self._turn:
-            numbers = [*range(self._next, self._next + count)]
-            self._next += count
-            for number in numbers:
-                self._episodes[number] = self._fork()
+            numbers = [*range(self._next, self._next + len(names))]
+            self._next += len(names)
+            for number, name in zip(numbers, names, strict=True):
+                self._episodes[number] = self._fork(name)
         return numbers
 
     def reset(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
@@ -123,54 +137,55 @@ class EnvironmentPool:
         for episode in self._episodes.values():
             episode.socket.close()
         self._episodes.clear()
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
+        for name in [*self._workers]:
+            self._workers.pop(name).kill()
 
-    def _fork(self) -> "_Episode":
+    def _fork(self, name: str) -> "_Episode":
         for _ in range(2):  # the worker may have been killed: a second one is tried
-            if self._worker is None:
-                self._worker = _Worker(*self._arguments)
+            if name not in self._workers:
+                self._workers[name] = _Worker(self.classes[name])
+                self._workers[name].tools()
             try:
-                return self._worker.fork()
+                return self._workers[name].fork(name)
             except OSError:
-                self._worker.kill()
-                self._worker = None
-        raise RuntimeError(f"the worker process of the environment {self.name} ends as soon as it starts")
+                self._workers.pop(name).kill()
+        raise RuntimeError(f"the worker process of the environment {self.classes[name]} ends as soon as it starts")
 
     def _kill(self, number: int) -> None:
         with self._turn:
             episode = self._episodes.pop(number)
             episode.socket.close()
-            if self._worker is not None and episode.worker is self._worker:
+            if episode.worker is self._workers.get(episode.name):
                 try:
-                    self._worker.end(episode.pid)
+                    episode.worker.end(episode.pid)
                 except OSError:  # it was killed; `kill` ends what it has left
-                    self._worker.kill()
-                    self._worker = None
+                    self._workers.pop(episode.name).kill()
 
     def _call(self, asked: Mapping[int, dict[str, Any]], keys: tuple[str, ...]) -> dict[int, Answer]:
         started = time.monotonic()
-        deadline = started + self.timeout_s
+        limits = {number: self.classes[self._episodes[number].name].timeout_s for number in asked}
+        waiting = {limit: {number for number in asked if limits[number] == limit} for limit in {*limits.values()}}
         answers: dict[int, Answer] = {}
         with selectors.DefaultSelector() as selector:
             for number, message in asked.items():
                 episode = self._episodes[number]
                 episode.begin(json.dumps(message, default=str).encode() + b"\n")
                 selector.register(episode.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, number)
-            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-                for key, events in selector.select(left):
-                    episode = self._episodes[key.data]
-                    if events & selectors.EVENT_WRITE and episode.write():
-                        selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
-                    if events & selectors.EVENT_READ and (answer := episode.read(keys)) is not None:
-                        answers[key.data] = answer
-                        self.seconds[key.data].append(time.monotonic() - started)
-                        selector.unregister(key.fileobj)
-        for number in asked:
-            if number not in answers:
-                answers[number] = Failed(f"no answer within {self.timeout_s:g} s", "timeout")
-                self.seconds[number].append(self.timeout_s)
+            for limit, own in sorted(waiting.items()):
+                while own and (left := started + limit - time.monotonic()) > 0:
+                    for key, events in selector.select(left):
+                        episode = self._episodes[key.data]
+                        if events & selectors.EVENT_WRITE and episode.write():
+                            selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
+                        if events & selectors.EVENT_READ and (answer := episode.read(keys)) is not None:
+                            answers[key.data] = answer
+                            self.seconds[key.data].append(time.monotonic() - started)
+                            selector.unregister(key.fileobj)
+                            waiting[limits[key.data]].remove(key.data)
+                for number in own:
+                    answers[number] = Failed(f"no answer within {limit:g} s", "timeout")
+                    self.seconds[number].append(limit)
+                    selector.unregister(self._episodes[number].socket)
         for number, answer in answers.items():
             if isinstance(answer, Failed):
                 self._kill(number)
@@ -180,8 +195,8 @@ class EnvironmentPool:
 class _Episode:
     """The trainer's end of an episode's socket. Its process may write anything, at any time, or never."""
 
-    def __init__(self, own: socket.socket, pid: int, worker: "_Worker") -> None:
-        self.socket, self.pid, self.worker = own, pid, worker
+    def __init__(self, own: socket.socket, name: str, pid: int, worker: "_Worker") -> None:
+        self.socket, self.name, self.pid, self.worker = own, name, pid, worker
         own.setblocking(False)
         self._to_write = b""
         self._read = bytearray()
@@ -219,10 +234,6 @@ class _Episode:
         return _checked(answer, keys)
 
 
-def _name_of(spec: str | Sequence[str]) -> str:
-    return spec if isinstance(spec, str) else ", ".join(spec)
-
-
 def _checked(answer: Any, keys: tuple[str, ...]) -> Answer:
     """The answer, if `serve` can have sent it: the environment can write to the socket, too."""
     if isinstance(answer, dict) and isinstance(failure := answer.get("failure"), str):
@@ -247,33 +258,33 @@ def _is_message(message: Any) -> bool:
 
 
 class _Worker(WorkerProcess):
-    """The process that forks episodes."""
+    """The process that forks episodes of a class."""
 
-    def __init__(self, spec: str | list[str], options: dict[str, Any], columns: list[str], most: int) -> None:
-        name = _name_of(spec)
-        super().__init__(serve, spec, options, columns, most)
+    def __init__(self, kind: EnvironmentClass) -> None:
+        spec = kind.spec if isinstance(kind.spec, str) else [*kind.spec]
+        super().__init__(serve, spec, dict(kind.options), [*kind.columns], kind.most_characters)
+        self.kind = kind
         self.control = socket.socket(fileno=socket.dup(self.connection.fileno()))
         self.control.settimeout(_CONTROL_S)
+
+    def tools(self) -> list[dict[str, Any]]:
+        """JSON schemas of the tools, when the class is loaded; raises ValueError if it cannot be used."""
         try:
             if not self.connection.poll(_START_S):
-                raise ValueError(f"the environment {name} was not imported within {_START_S:g} s")
+                raise ValueError(f"the environment {self.kind} was not imported within {_START_S:g} s")
             answer = json.loads(self.connection.recv_bytes(_LONGEST_ANSWER))
-            if "failure" in answer:
-                raise ValueError(f"the environment is {name}, which cannot be used: {answer['failure']}")
         except EOFError:
-            self.kill()
-            raise ValueError(f"the environment {name} ends its process while it is imported") from None
-        except BaseException:
-            self.kill()
-            raise
-        self.tools: list[dict[str, Any]] = answer["tools"]
+            raise ValueError(f"the environment {self.kind} ends its process while it is imported") from None
+        if "failure" in answer:
+            raise ValueError(f"the environment is {self.kind}, which cannot be used: {answer['failure']}")
+        return answer["tools"]
 
-    def fork(self) -> _Episode:
-        """Starts the process of an episode; raises OSError if the worker has ended."""
+    def fork(self, name: str) -> _Episode:
+        """Starts the process of an episode of the class of this name; raises OSError if the worker has ended."""
         own, other = socket.socketpair()
         with other:
             socket.send_fds(self.control, [FORK], [other.fileno()])
-            return _Episode(own, self._receive(), self)
+            return _Episode(own, name, self._receive(), self)
 
     def end(self, pid: int) -> None:
         """Kills the process of an episode; raises OSError if the worker has ended."""

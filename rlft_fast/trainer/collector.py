@@ -153,13 +153,15 @@ class Collector:
         return samples.of_rows(with_signal[: self.config.rollout.prompts_per_step])
 
     def metrics(self, collected: Collected) -> dict[str, float]:
-        """What the curriculum and the early stop have done in a step."""
+        """What the curriculum and the early stop have done in a step, and what each environment has rewarded."""
         algorithm, metrics = self.config.algorithm, {}
         if algorithm.first_samples is not None:
             metrics |= early_stop_metrics(collected.samples, self.config.rollout.samples_per_prompt)
         if algorithm.curriculum:
             metrics["drawn_again_share"] = 1.0 - collected.num_streamed / len(collected.prompts)
             metrics |= self.curriculum.metrics()
+        if self.player is not None:
+            metrics |= self.player.metrics(collected.prompts, collected.samples)
         return metrics
 
     def penalize_length(self, scored: Samples) -> Samples:

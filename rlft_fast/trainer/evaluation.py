@@ -123,7 +123,7 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         check_held_out(held_out, judge)
         check_images(config, *held_out.values())
         player = None
-        if config.environment is not None:
+        if config.environments_by_name:
             player, sets = open_environment(config, tokenizer, [*held_out.values()])
             stack.callback(player.close)
             held_out = dict(zip(held_out, sets, strict=True))

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.cluster import require_own_machine, require_sendable
-from rlft_fast.config import Config, RunConfig, fixed_settings
+from rlft_fast.config import Config, EnvironmentConfig, RunConfig, fixed_settings
 from rlft_fast.engine import start_checksum
 from rlft_fast.errors import Checks
 from rlft_fast.models import (
@@ -24,7 +24,7 @@ from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rollout import with_ties
 from rlft_fast.run import dotted, naming_start
 from rlft_fast.trainer.distillation import check_teacher, other_tokens
-from rlft_fast.trainer.episodes import EpisodePlayer
+from rlft_fast.trainer.episodes import EpisodePlayer, environment_names
 from rlft_fast.trainer.judge import Judge, load_functions
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.prompts import ImageReader, Prompts, load_prompts, read_sets
@@ -90,7 +90,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
     if prompts is not None and held_out is not None:
         checks.run(lambda: check_images(config, prompts, *held_out.values()))
     player = None
-    if config.environment is not None and not checks.found:
+    if config.environments_by_name and not checks.found:
         assert tokenizer is not None
         assert prompts is not None
         assert held_out is not None
@@ -115,7 +115,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
 def open_environment(
     config: Config, tokenizer: PreTrainedTokenizerBase, sets: Sequence[Prompts]
 ) -> tuple[EpisodePlayer, list[Prompts]]:
-    """The player of the configuration's environment, and the sets of prompts as its episodes begin.
+    """The player of the configuration's environments, and the sets of prompts as its episodes begin.
 
     Args:
         config: with an environment.
@@ -123,20 +123,29 @@ def open_environment(
         sets: prompts with the same columns.
 
     Raises:
-        ValueError: the environment cannot be used, or a prompt cannot begin an episode.
+        ValueError: an environment cannot be used, a row names none, or a prompt cannot begin an episode.
     """
-    assert config.environment is not None
-    columns = sorted({"prompt", *sets[0].columns})
+    configs = config.environments_by_name
+    columns = {name: _columns_of(name, configs, sets) for name in configs}
     ends = [
         *end_token_ids(generation_defaults(config.model), tokenizer),
         *split_stop(config.rollout.stop, tokenizer)[0],
     ]
-    player = EpisodePlayer(config.environment, columns, tokenizer, ends)
+    player = EpisodePlayer(configs, columns, tokenizer, ends)
     try:
         return player, [player.prepare(prompts, config.rollout.max_prompt_tokens) for prompts in sets]
     except BaseException:
         player.close()
         raise
+
+
+def _columns_of(name: str, configs: Mapping[str, EnvironmentConfig], sets: Sequence[Prompts]) -> list[str]:
+    """Names of the columns of an environment's rows; beside other environments, of those that some row fills."""
+    found = {"prompt", *(sets[0].columns if not name else ())}
+    for prompts in sets if name else ():
+        own = [i for i, other in enumerate(environment_names(configs, prompts)) if other == name]
+        found |= {column for column, values in prompts.columns.items() if any(values[i] is not None for i in own)}
+    return sorted(found)
 
 
 def make_objective(config: Config) -> Objective:
@@ -214,7 +223,7 @@ def check_images(config: Config, *given: Prompts) -> None:
     takes_none = {
         "rollout.backend vllm": config.rollout.backend == "vllm",
         "cluster": config.cluster is not None,
-        "environment": config.environment is not None,
+        "environment": bool(config.environment or config.environments),
         "a reward model": bool(config.reward.model_parts),
     }
     for key in ("critic.model", "teacher.model"):

@@ -92,7 +92,7 @@ def another(value: Any, field: Any) -> Any:
         "http://h:2",
         "in-flight",
     ]
-    mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}, {"x": {"model": "m"}}
+    mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}, {"x": {"model": "m"}}, {"x": {"name": "m:G"}}
     for other in (0.25, 1, 2, True, False, *words, *mappings, ("x",), ("wandb",), (0.5, 0.5), (1,)):
         with suppress(ValidationError):
             if (taken := adapter.validate_python(other, strict=not isinstance(other, tuple))) != value:

@@ -140,7 +140,7 @@ def server():
 def test_openenv_takes_words_as_an_action(pool, server):  # noqa: F811
     address, heard = server
     games = pool(f"openenv:{address}/text", columns=("prompt", "seed"))
-    first, second = games.open(2)
+    first, second = games.open(["", ""])
     begun = games.reset({number: {"prompt": [says("Play.")], "seed": number} for number in (first, second)})
     assert begun[second] == {"messages": [{"content": f"\n\ngot {{'seed': {second}}}"}]}
     answers = games.step({first: says("hi"), second: says("break")})
@@ -239,8 +239,8 @@ def test_files_that_list_no_tools_of_verl_are_refused(play, tmp_path, monkeypatc
 
 def test_functions_are_tools(pool):  # noqa: F811
     made = pool([f"{HERE}:add"])
-    assert made.tools[0]["function"]["parameters"]["required"] == ["a"]
-    (number,) = made.open(1)
+    assert made.tools[""][0]["function"]["parameters"]["required"] == ["a"]
+    (number,) = made.open([""])
     assert made.reset({number: {"prompt": "Count."}}) == {number: {"messages": []}}
     call = {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     answer = made.step({number: says("") | {"tool_calls": [call]}})[number]

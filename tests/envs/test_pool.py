@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlft_fast.envs import EnvironmentPool, Failed
+from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed
 
 HERE = Path(__file__).with_name("players.py")
 
@@ -18,7 +18,7 @@ def pool():
         name: str | list[str], timeout_s: float = 10.0, columns: tuple[str, ...] = ("prompt", "answer"), **options
     ):
         spec = name if ":" in name or isinstance(name, list) else f"{HERE}:{name}"
-        pools.append(EnvironmentPool(spec, options, columns, timeout_s, 100))
+        pools.append(EnvironmentPool({"": EnvironmentClass(spec, options, columns, timeout_s, 100)}))
         return pools[-1]
 
     yield make
@@ -32,7 +32,7 @@ def says(content: str) -> dict:
 
 def test_a_game(pool):
     games = pool("GuessNumber", most=2)
-    first, second = games.open(2)
+    first, second = games.open(["", ""])
     assert games.reset({first: {"answer": 7}, second: {"answer": 3}})[second] == {"messages": [{"content": " Guess."}]}
     answers = games.step({first: says("It is 5"), second: says("3!")})
     assert answers[first] == {"messages": [{"role": "user", "content": "too low"}], "reward": 0.0, "done": False}
@@ -43,9 +43,9 @@ def test_a_game(pool):
 
 def test_tools_as_trl_writes_them(pool):
     shop = pool("Shop")
-    assert [tool["function"]["name"] for tool in shop.tools] == ["add", "pay"]
-    assert shop.tools[0]["function"]["parameters"]["required"] == ["item"]
-    (number,) = shop.open(1)
+    assert [tool["function"]["name"] for tool in shop.tools[""]] == ["add", "pay"]
+    assert shop.tools[""][0]["function"]["parameters"]["required"] == ["item"]
+    (number,) = shop.open([""])
     shop.reset({number: {}})
     calls = [("add", {"item": "egg", "count": 2}), ("pay", {}), ("add", {"thing": "egg"}), ("close", {})]
     message = says("") | {"tool_calls": [{"function": {"name": n, "arguments": a}} for n, a in calls]}
@@ -68,7 +68,7 @@ HARMS = {
 
 def test_an_environment_costs_its_episode_alone(pool):
     strange = pool("Strange", timeout_s=3.0)
-    numbers = strange.open(len(HARMS) + 3)
+    numbers = strange.open([""] * (len(HARMS) + 3))
     strange.reset({number: {} for number in numbers})
     words = [*HARMS, "print", "long", "hello"]
     started = time.monotonic()
@@ -88,18 +88,31 @@ def test_an_environment_costs_its_episode_alone(pool):
 
 def test_many_wait_at_once(pool):
     strange = pool("Strange")
-    numbers = strange.open(24)
+    numbers = strange.open([""] * 24)
     strange.reset({number: {} for number in numbers})
     started = time.monotonic()
     assert all(answer["reward"] == 0.5 for answer in strange.step(dict.fromkeys(numbers, says("wait"))).values())
     assert time.monotonic() - started < 6  # one after the other would take 12 seconds
 
 
+def test_each_class_has_its_own_limit():
+    slow, quick = (EnvironmentClass(f"{HERE}:Strange", {}, ("prompt",), limit, 100) for limit in (20.0, 0.2))
+    mixed = EnvironmentPool({"slow": slow, "quick": quick})
+    numbers = mixed.open(["quick", "slow", "quick"])
+    mixed.reset({number: {} for number in numbers})
+    words = ["wait0.5", "wait0.5", "hello"]
+    late, *answers = mixed.step({n: says(word) for n, word in zip(numbers, words, strict=True)}).values()
+    mixed.close()
+    assert late == "no answer within 0.2 s"
+    assert [answer["messages"][0]["content"] for answer in answers] == ["heard wait0.5", "heard hello"]
+    assert [mixed.seconds[n][1] >= least for n, least in zip(numbers, (0.2, 0.5, 0), strict=True)] == [True] * 3
+
+
 @pytest.mark.slow
 def test_slow_tools_cost_their_latency_once(pool):
     """Calls that block for 2 seconds, in 64 episodes: T calls of each take at most 2 T + 1 seconds."""
     strange = pool("Strange")
-    numbers = strange.open(64)
+    numbers = strange.open([""] * 64)
     strange.reset({number: {} for number in numbers})
     started = time.monotonic()
     for _ in range(3):
@@ -110,14 +123,14 @@ def test_slow_tools_cost_their_latency_once(pool):
 
 def test_processes_that_an_environment_leaves_end_with_the_pool(pool):
     strange = pool("Strange")
-    (number,) = strange.open(1)
+    (number,) = strange.open([""])
     strange.reset({number: {}})
     pid = int(strange.step({number: says("leave a process")})[number]["messages"][0]["content"])
     assert Path(f"/proc/{pid}").exists()
     strange.close()
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-    (number,) = strange.open(1)  # a new worker
+    (number,) = strange.open([""])  # a new worker
     assert strange.reset({number: {}}) == {number: {"messages": []}}
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from rlft_fast.cli import main
-from rlft_fast.envs import EnvironmentPool
+from rlft_fast.envs import EnvironmentClass, EnvironmentPool
 from tests.trainer.toy import read_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -75,8 +75,9 @@ def test_a_reward_model_learns_the_pairs(example, samples, tiny_model, tmp_path,
 
 
 def test_a_number_is_guessed():
-    game = EnvironmentPool(f"{EXAMPLES / 'guess_the_number.py'}:GuessTheNumber", {}, ("prompt", "number"), 20.0, 100)
-    (number,) = game.open(1)
+    spec = f"{EXAMPLES / 'guess_the_number.py'}:GuessTheNumber"
+    game = EnvironmentPool({"": EnvironmentClass(spec, {}, ("prompt", "number"), 20.0, 100)})
+    (number,) = game.open([""])
     game.reset({number: {"prompt": "Guess my number, from 1 to 20.", "number": 7}})
     said = [game.step({number: {"role": "assistant", "content": words}})[number] for words in ("It is 5", "9?", "7")]
     game.close()

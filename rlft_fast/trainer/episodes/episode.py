@@ -28,7 +28,8 @@ class Episode:
     """One episode. Its completion has the tokens of the policy and of the environment, in turn."""
 
     row: int
-    number: int  # of the environment
+    environment: str  # its name
+    number: int  # of the environment's process
     prompt: list[int]
     conversation: Conversation  # all messages so far
     seed: int

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import EnvironmentConfig
 from rlft_fast.data import Samples
-from rlft_fast.envs import EnvironmentPool, Failed
+from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed
 from rlft_fast.errors import brief
 from rlft_fast.rollout import (
     Completion,
@@ -25,10 +25,13 @@ from rlft_fast.rollout import (
     without_refusals,
 )
 from rlft_fast.trainer.episodes.calls import Parsed, parse, text_of
-from rlft_fast.trainer.episodes.episode import Episode, samples_of
+from rlft_fast.trainer.episodes.episode import PART, Episode, samples_of
+from rlft_fast.trainer.episodes.styles import Style
 from rlft_fast.trainer.episodes.suffix import Suffix, choose_suffixes
 from rlft_fast.trainer.prompts import Message, Prompts, name_rows
 from rlft_fast.world import SPANS, World
+
+_COLUMN = "environment"  # of rows, with a name
 
 _Asked = TypeVar("_Asked")
 _Answered = TypeVar("_Answered")
@@ -38,35 +41,33 @@ class EpisodePlayer:
     """Plays the episodes of a run.
 
     Args:
-        config: the environment.
-        columns: names of the columns of a row, the prompt's included.
+        configs: the environments by name, see `environment_names`.
+        columns: by the names of the environments, names of the columns of their rows, the prompt's included.
         tokenizer: of the policy.
         end_token_ids: tokens that end a reply of the policy's.
 
     Attributes:
-        style: how tools stand in conversations.
         generate_seconds: time in which this rank's generator worked in the last call of `samples` [s].
         environment_seconds: time in which this rank waited for environments in that call [s].
 
     Raises:
-        ValueError: the environment cannot be used, or the chat template does not tell what follows a reply.
+        ValueError: an environment cannot be used, or the chat template does not tell what follows a reply.
     """
 
     def __init__(
-        self, config: EnvironmentConfig, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase,
-        end_token_ids: Sequence[int],
+        self, configs: Mapping[str, EnvironmentConfig], columns: Mapping[str, Sequence[str]],
+        tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int],
     ) -> None:  # fmt: skip
-        self.config, self.tokenizer = config, tokenizer
+        self.configs, self.tokenizer = configs, tokenizer
         self._ends = frozenset(end_token_ids)
-        self.pool = EnvironmentPool(
-            config.name or config.tools, config.options, columns, config.timeout_s, config.max_result_characters
-        )
+        self.pool = EnvironmentPool({name: _class_of(own, columns[name]) for name, own in configs.items()})
         try:
-            self._suffixes = choose_suffixes(tokenizer, self.pool.tools, end_token_ids)
+            self._suffixes = {
+                name: choose_suffixes(tokenizer, tools, end_token_ids) for name, tools in self.pool.tools.items()
+            }
         except BaseException:
             self.pool.close()
             raise
-        self.style = self._suffixes.style
         self.generate_seconds = self.environment_seconds = 0.0
 
     def prepare(self, prompts: Prompts, max_prompt_tokens: int) -> Prompts:
@@ -90,10 +91,12 @@ class EpisodePlayer:
                 "with a message of the user's"
             )
         conversations, texts, token_ids = {}, [], []
+        names = environment_names(self.configs, prompts)
         for i, conversation in sorted(prompts.conversations.items()):
-            conversations[i] = self.style.with_tools(conversation)
+            suffixes = self._suffixes[names[i]]
+            conversations[i] = suffixes.style.with_tools(conversation)
             try:
-                texts.append(self._suffixes.split_prompt(conversations[i]))
+                texts.append(suffixes.split_prompt(conversations[i]))
             except Exception as error:  # a template is code of the model's
                 raise ValueError(f"row {i} (counted from 0) cannot begin an episode: {brief(error)}") from error
             token_ids.append(self.tokenizer.encode(texts[-1], add_special_tokens=False))
@@ -136,6 +139,20 @@ class EpisodePlayer:
         world.together(partial(self._end, episodes), Exception)
         return samples_of(episodes)
 
+    def metrics(self, prompts: Prompts, samples: Samples) -> dict[str, float]:
+        """The mean reward of each environment, where there are several; NaN where it has given none.
+
+        Args:
+            prompts: of all ranks.
+            samples: of all ranks, see `samples`.
+        """
+        if len(self.configs) < 2:
+            return {}
+        names, reward_B = environment_names(self.configs, prompts), samples.parts[PART]
+        of_B = [names[row] for row in samples.row_B.tolist()]
+        masks = {name: torch.tensor([own == name for own in of_B]) for name in self.configs}
+        return {f"reward_mean_{PART}_{name}": reward_B[own].nanmean().item() for name, own in masks.items()}
+
     def turns(self, samples: Samples) -> list[list[dict[str, Any]]]:
         """What was said in each sample, as texts.
 
@@ -165,18 +182,20 @@ class EpisodePlayer:
 
     def _begin(self, prompts: Prompts, params: SamplingParams, seeds: Seeds) -> list[Episode]:
         rows = [(row, seed) for row, own in enumerate(seeds) for seed in own]
-        numbers = self.pool.open(len(rows))
+        names = environment_names(self.configs, prompts)
+        numbers = self.pool.open([names[row] for row, _ in rows])
         episodes = [
             Episode(
-                row=row, number=number, prompt=prompts.token_ids[row], conversation=prompts.conversations[row],
-                seed=seed, max_tokens=params.max_new_tokens, has_support=params.support_size is not None,
+                row=row, environment=names[row], number=number, prompt=prompts.token_ids[row],
+                conversation=prompts.conversations[row], seed=seed, max_tokens=params.max_new_tokens,
+                has_support=params.support_size is not None,
             )
             for number, (row, seed) in zip(numbers, rows, strict=True)
         ]  # fmt: skip
         columns = [
-            {name: values[row] for name, values in prompts.columns.items()}
+            {key: prompts.columns[key][row] for key in self.pool.classes[name].columns if key in prompts.columns}
             | {"prompt": prompts.conversations[row].messages}
-            for row in range(len(prompts))
+            for row, name in enumerate(names)
         ]
         begun = self._timed(self.pool.reset, {episode.number: columns[episode.row] for episode in episodes})
         for episode in episodes:
@@ -184,11 +203,12 @@ class EpisodePlayer:
             if isinstance(answer, Failed):
                 episode.fail(answer, answer.kind)
                 continue
-            messages = self._suffixes.without_special_tokens(answer["messages"])
-            given = self._tokens(episode, partial(self._suffixes.opening, episode.conversation, messages))
+            suffixes = self._suffixes[episode.environment]
+            messages = suffixes.without_special_tokens(answer["messages"])
+            given = self._tokens(episode, partial(suffixes.opening, episode.conversation, messages))
             if given is not None:
                 episode.add_given(given)
-                episode.conversation = self._suffixes.opened(episode.conversation, messages)
+                episode.conversation = suffixes.opened(episode.conversation, messages)
         return episodes
 
     def _turn(self, episodes: Sequence[Episode], replies: Sequence[Completion]) -> None:
@@ -196,8 +216,9 @@ class EpisodePlayer:
         said: dict[int, tuple[str, Parsed]] = {}
         for episode, reply in zip(episodes, replies, strict=True):
             episode.add_sampled(reply)
-            text = self._text(reply)
-            read = parse(text, self.style.form, self.style.tools, is_thinking=episode.is_thinking)
+            style = self._suffixes[episode.environment].style
+            text = self._text(reply, style)
+            read = parse(text, style.form, style.tools, is_thinking=episode.is_thinking)
             episode.calls += len(read.calls) + (read.mistake is not None)
             episode.failed_calls += read.mistake is not None
             if reply.finish_reason == "length":  # without its end, the reply says nothing for sure
@@ -222,16 +243,17 @@ class EpisodePlayer:
             episode.earn(answer["reward"])
         if (answer is not None and answer["done"]) or not messages:
             return episode.stop("done")
-        if episode.turns == self.config.max_turns:
+        if episode.turns == self.configs[episode.environment].max_turns:
             return episode.stop("max_turns")
-        messages = self._suffixes.without_special_tokens(messages)
+        suffixes = self._suffixes[episode.environment]
+        messages = suffixes.without_special_tokens(messages)
         ended = episode.token_ids[-1] in self._ends
         conversation = episode.conversation
-        make = partial(self._suffixes.after_reply, conversation, reply, messages, ended=ended)
+        make = partial(suffixes.after_reply, conversation, reply, messages, ended=ended)
         given = self._tokens(episode, make)
         if given is not None:
             episode.add_given(given)
-            episode.conversation = self._suffixes.answered(conversation, self.style.said(reply, text), messages)
+            episode.conversation = suffixes.answered(conversation, suffixes.style.said(reply, text), messages)
 
     def _tokens(self, episode: Episode, make: Callable[[], Suffix]) -> Suffix | None:
         """What follows; None, and the episode has ended, where they cannot be made or have no room."""
@@ -250,10 +272,10 @@ class EpisodePlayer:
         ended = self._timed(self.pool.end, [episode.number for episode in episodes])
         for episode in episodes:
             self._take_end(episode, ended.get(episode.number))
-        if failures := [episode.failure for episode in episodes if episode.failure is not None]:
+        if failed := [episode for episode in episodes if episode.failure is not None]:
             warnings.warn(
-                f"{len(failures)} of {len(episodes)} episodes have no reward, because the environment "
-                f"{self.pool.name} failed: {failures[0]}",
+                f"{len(failed)} of {len(episodes)} episodes have no reward, because the environment "
+                f"{self.pool.classes[failed[0].environment]} failed: {failed[0].failure}",
                 stacklevel=2,
             )
 
@@ -271,6 +293,32 @@ class EpisodePlayer:
         elif answer is not None:
             episode.earn(answer["reward"])
 
-    def _text(self, reply: Completion) -> str:
+    def _text(self, reply: Completion, style: Style) -> str:
         ids = reply.token_ids
-        return text_of(self.tokenizer, ids[:-1] if ids and ids[-1] in self._ends else ids, self.style.form)
+        return text_of(self.tokenizer, ids[:-1] if ids and ids[-1] in self._ends else ids, style.form)
+
+
+def environment_names(configs: Mapping[str, EnvironmentConfig], prompts: Prompts) -> list[str]:
+    """The name of each row's environment, from the column ``environment``. The sole environment needs no column.
+
+    Args:
+        configs: the environments by name; the sole one of ``environment`` has the name "".
+        prompts: the rows.
+
+    Raises:
+        ValueError: a row names none of the environments; rows are named.
+    """
+    if [*configs] == [""]:
+        return [""] * len(prompts)
+    names = prompts.columns.get(_COLUMN, [None] * len(prompts))
+    if others := [i for i, name in enumerate(names) if not isinstance(name, str) or name not in configs]:
+        raise ValueError(
+            f"{name_rows(others)} have the {_COLUMN} {brief(repr(names[others[0]]))}, expected a name of environments: "
+            f"{', '.join(configs)}"
+        )
+    return names
+
+
+def _class_of(config: EnvironmentConfig, columns: Sequence[str]) -> EnvironmentClass:
+    spec = config.name or config.tools
+    return EnvironmentClass(spec, config.options, columns, config.timeout_s, config.max_result_characters)

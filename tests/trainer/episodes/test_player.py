@@ -12,7 +12,7 @@ import trl
 
 from rlft_fast.config import DataConfig, EnvironmentConfig, SFTDataConfig
 from rlft_fast.rollout import Answers, Completion, Request, Rollout, SamplingParams, Span
-from rlft_fast.trainer.episodes import EpisodePlayer
+from rlft_fast.trainer.episodes import EpisodePlayer, environment_names
 from rlft_fast.trainer.prompts import load_prompts, read_sets
 from rlft_fast.trainer.supervised import load_rows
 from rlft_fast.world import World
@@ -54,7 +54,10 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def play(tmp_path, tokenizer):
-    """Plays one episode per row of an environment of `players`; returns samples, prompts, player and generator."""
+    """Plays one episode per row; returns samples, prompts, player and generator.
+
+    ``name`` is of a class of `players`, or has several by the names that rows have.
+    """
     players = []
 
     def run(rows, name, reply, template="qwen2_5", ends=(IM_END,), n=1, max_new_tokens=2000, top_k=None, **options):
@@ -62,8 +65,13 @@ def play(tmp_path, tokenizer):
         data = DataConfig(path=str(write_rows(tmp_path / "data.jsonl", rows)))
         prompts = load_prompts(data, tokenizer, 4000)
         columns = sorted({"prompt", *prompts.columns})
-        config = EnvironmentConfig(name=f"{PLAYERS}:{name}", timeout_s=20.0, **options)
-        player = EpisodePlayer(config, columns, tokenizer, tokenizer.convert_tokens_to_ids([*ends]))
+        kinds = name if isinstance(name, dict) else {"": {"name": name, **options}}
+        configs = {
+            own: EnvironmentConfig(**values | {"name": f"{PLAYERS}:{values['name']}", "timeout_s": 20.0})
+            for own, values in kinds.items()
+        }
+        columns = dict.fromkeys(configs, columns)
+        player = EpisodePlayer(configs, columns, tokenizer, tokenizer.convert_tokens_to_ids([*ends]))
         players.append(player)
         prompts = player.prepare(prompts, 4000)
         generator = Scripted(reply)
@@ -134,7 +142,9 @@ def test_tools(play, tokenizer, template):
             {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
             {"role": "tool", "name": "add", "content": "egg, egg"},
         ]
-        text = tokenizer.apply_chat_template(talk, tools=player.pool.tools, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            talk, tools=player.pool.tools[""], tokenize=False, add_generation_prompt=True
+        )
         assert generator.seen[1][0] == tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -162,7 +172,7 @@ def test_a_warm_up_has_the_tokens_of_an_episode(play, tokenizer, tmp_path):
         {"role": "tool", "content": "egg"},
         {"role": "assistant", "content": "Done."},
     ]
-    path = write_rows(tmp_path / "rows.jsonl", [{"messages": talk, "tools": player.pool.tools}])
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": talk, "tools": player.pool.tools[""]}])
     config = SFTDataConfig(path=str(path), max_sequence_tokens=4000)
     rows = load_rows(config, tokenizer, "the model", read_sets(config))
     (ids,) = samples.token_ids()
@@ -206,6 +216,42 @@ def test_no_token_is_made_again(family, num_rows, max_turns, fewest, play, token
         assert sampled == expected
     assert sum(len(reply_ids) for _, reply_ids, _ in seen) == int(samples.is_sampled_T.sum())
     assert samples.counts["turns"].sum() == len(seen) >= fewest
+
+
+def test_each_row_has_its_environment(play, tokenizer):
+    """Its tools and its most turns; the reward of each is a number of its own."""
+    kinds = {"game": {"name": "GuessNumber", "max_turns": 2}, "shop": {"name": "Shop"}}
+    rows = [
+        {"prompt": "1 to 9?", "answer": 7, "environment": "game"},
+        {"prompt": "Buy two eggs.", "environment": "shop"},
+        {"prompt": "1 to 9?", "answer": 5, "environment": "game"},
+    ]
+    replies = {0: ["5", "8"], 1: [CALL, CALL, "Four."], 2: ["5"]}
+    reply = lambda request: tokenizer.encode(replies[request.row].pop(0) + IM_END)  # noqa: E731
+    samples, prompts, player, generator = play(rows, kinds, reply)
+    assert ["add" in text for text in prompts.texts] == [False, True, False]
+    assert samples.parts["environment"].tolist() == [0.0, 4.0, 1.0]
+    assert [samples.counts[name].tolist() for name in ("turns", "tool_calls", "stop_max_turns")] == [
+        [2, 3, 1], [0, 2, 0], [1, 0, 0]
+    ]  # fmt: skip
+    assert tokenizer.decode(generator.seen[3][0]).endswith("too low<|im_end|>\n<|im_start|>assistant\n")
+    expected = {"reward_mean_environment_game": 0.5, "reward_mean_environment_shop": 4.0}
+    assert player.metrics(prompts, samples) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"prompt": "a", "environment": "shop"}, {"prompt": "b", "environment": "chess"}],
+         r"rows 1 \(counted from 0\) have the environment 'chess', expected a name of environments: shop, game"),
+        ([{"prompt": "a"}], r"rows 0 .* have the environment None"),
+    ],
+)  # fmt: skip
+def test_a_row_that_names_no_environment_is_refused(rows, words, tokenizer, tmp_path):
+    prompts = load_prompts(DataConfig(path=str(write_rows(tmp_path / "data.jsonl", rows))), tokenizer, 400)
+    configs = {name: EnvironmentConfig(name=f"games:{name}") for name in ("shop", "game")}
+    with pytest.raises(ValueError, match=words):
+        environment_names(configs, prompts)
 
 
 def test_an_environment_cannot_speak_as_the_policy(play, tokenizer):

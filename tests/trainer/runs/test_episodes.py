@@ -46,6 +46,17 @@ class Letters:
         return [answer], sum(byte % 2 == 0 for byte in said) / max(len(said), 1) / 3, self.turns == 3
 
 
+class Echo:
+    """Takes the columns of its own rows alone, and answers with their letter."""
+
+    def reset(self, prompt: list[dict[str, Any]], first: str, environment: str) -> None:
+        assert environment == "echo"
+        self.first = first
+
+    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        return [{"role": "user", "content": self.first}], 0.125, False
+
+
 @pytest.fixture
 def config(tmp_path):
     """A configuration whose model ends a reply by any of a third of all tokens."""
@@ -62,7 +73,7 @@ def config(tmp_path):
             "reward": {}, "environment": {"name": f"{HERE}:Letters"}, "rollout__max_prompt_tokens": 24,
             "rollout__max_new_tokens": 48, "actor__max_tokens": 400, "checkpoint__every": 1,
         }  # fmt: skip
-        return toy_config(model, tmp_path, **values, **changes)
+        return toy_config(model, tmp_path, **values | changes)
 
     return make
 
@@ -104,10 +115,23 @@ def test_a_function_for_held_out_answers_replaces_the_environment(config, tmp_pa
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
-    train(config("whole"))
-    train(config("cut", steps=1))
-    train(config("cut"), resume=True)
+    """With two environments, which the rows name. The columns of one are empty in the rows of the other."""
+    rows = [{"prompt": word, "seed": i, "environment": "letters"} for i, word in enumerate(["sun", "moon"])]
+    rows += [{"prompt": word, "first": word[0], "environment": "echo"} for word in ("star", "rain")]
+    kinds = {"letters": {"name": f"{HERE}:Letters"}, "echo": {"name": f"{HERE}:Echo", "max_turns": 2}}
+    path = write_rows(tmp_path / "mixed.jsonl", rows)
+    changes = {"environment": None, "environments": kinds, "data__path": str(path)}
+    train(config("whole", **changes))
+    train(config("cut", steps=1, **changes))
+    train(config("cut", **changes), resume=True)
     assert comparable(tmp_path / "cut") == comparable(tmp_path / "whole")
+    for line in read_lines(tmp_path / "whole" / "metrics.jsonl"):
+        assert line["environment_failed_mean"] == 0
+        of_each = [line[f"reward_mean_environment_{name}"] for name in kinds]
+        assert 0 < of_each[0] < 1
+        assert of_each[1] == 0.25
+    with pytest.raises(ValueError, match=r"rows 2, 3 .* have the environment 'echo', expected a name of environments"):
+        train(config("wrong", **changes | {"environments": {"letters": kinds["letters"]}}))
 
 
 @pytest.mark.slow
