@@ -27,6 +27,8 @@ with needing_train():
     )
     from rlft_fast.models.attention import (
         PACKED_ATTENTION,
+        RowCache,
+        RowStates,
         all_rows_of_own_heads,
         packed_attention,
         sinks_of_own_heads,
@@ -84,6 +86,8 @@ __all__ = [
     "RewardModel",
     "Routers",
     "Routing",
+    "RowCache",
+    "RowStates",
     "ValueModel",
     "adapter_parameters",
     "add_lora",

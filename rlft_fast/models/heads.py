@@ -369,32 +369,30 @@ class PolicyModel(_HeadedModel):
         return cache
 
     def prefill_rows(
-        self, prompt_ids: Tensor, attention_mask: Tensor, most_rows: int, most_tokens: int,
-        images: Sequence[Images | None] = (),
-    ) -> tuple[RowCache, Tensor]:  # fmt: skip
+        self, prompt_ids: Tensor, attention_mask: Tensor, cache: RowCache, images: Sequence[Images | None] = ()
+    ) -> Tensor:
         """The same for a model that `takes_row_cache`, one row for each prompt. `next_logits` runs the last tokens.
 
         Args:
             prompt_ids: (P, L) left-padded prompts. The last token is no image's.
             attention_mask: (P, L), 0 at padding.
-            most_rows: see `RowCache`.
-            most_tokens: see `RowCache`.
+            cache: empty, or with the first tokens of all rows, which do not run again. Afterwards it has all but the
+                last of each row.
             images: of each prompt, None where it has none; empty: no prompt has. The vision tower runs on each once.
 
         Returns:
-            The cache, and (P,) int64 positions of the last tokens.
+            (P,) int64 positions of the last tokens.
         """
-        cache = RowCache(self.model, most_rows, most_tokens)
         if not any(images):
             self._fill(cache, prompt_ids, attention_mask)
-            return cache, _positions(attention_mask)[:, -1]
+            return _positions(attention_mask)[:, -1]
         keywords, positions = prompts_with_images(self.backbone, prompt_ids, attention_mask, images)
         model = self.backbone.get_submodule("language_model")
         model(
             attention_mask=attention_mask[:, :-1], position_ids=positions[..., :-1], use_cache=True, **keywords,
             **{_cache_argument(model.forward): cache},
         )  # fmt: skip
-        return cache, positions[..., -1].view(-1, len(prompt_ids))[0]
+        return positions[..., -1].view(-1, len(prompt_ids))[0]
 
     def next_logits(self, token_ids_U: Tensor, position_U: Tensor, padding_U: Tensor, cache: RowCache) -> Tensor:
         """(U, V) logits after the next token of each row.
@@ -413,10 +411,11 @@ class PolicyModel(_HeadedModel):
         return outputs.logits[:, -1]
 
     def _fill(self, cache: Cache, prompt_ids: Tensor, attention_mask: Tensor) -> None:
-        if prompt_ids.shape[1] > 1:
+        begun = cache.get_seq_length()
+        if prompt_ids.shape[1] > begun + 1:
             self.backbone(
-                input_ids=prompt_ids[:, :-1], attention_mask=attention_mask[:, :-1],
-                position_ids=_positions(attention_mask)[:, :-1], use_cache=True,
+                input_ids=prompt_ids[:, begun:-1], attention_mask=attention_mask[:, :-1],
+                position_ids=_positions(attention_mask)[:, begun:-1], use_cache=True,
                 **{_cache_argument(self.backbone.forward): cache},
             )  # fmt: skip
 

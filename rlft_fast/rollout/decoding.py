@@ -4,12 +4,13 @@ A row is a prompt with tokens that one or more completions have in common. A gro
 branches where the samples differ. A row whose completions have all ended leaves at once: another row takes its place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from rlft_fast.models import PolicyModel
+from rlft_fast.models import PolicyModel, RowCache, RowStates
 from rlft_fast.rollout.ends import Ends
 from rlft_fast.rollout.sampling import Choice, Prompts, Sampled, choose
 from rlft_fast.rollout.types import SamplingParams
@@ -19,10 +20,12 @@ def decode(model: PolicyModel, prompts: Prompts, params: SamplingParams, ends: E
     """Samples completions, in their order. Each stops at its end, but a stop text may be found late (`Ends`)."""
     device, num_completions = prompts.ids_GL.device, len(prompts.limits)
     most_tokens = prompts.ids_GL.shape[1] + max(prompts.limits) - 1  # the last token is never run
-    cache, position_U = model.prefill_rows(
-        prompts.ids_GL, prompts.mask_GL, num_completions, most_tokens, prompts.images
-    )
+    cache = RowCache(model.model, num_completions, most_tokens, keeps_all=any(prompts.keeps))
     token_U, padding_U = prompts.ids_GL[:, -1], (prompts.mask_GL == 0).sum(1)
+    if prompts.num_begun:
+        cache.begin(prompts.begun, padding_U.tolist(), prompts.num_begun)
+    prompts.begun.clear()
+    position_U = model.prefill_rows(prompts.ids_GL, prompts.mask_GL, cache, prompts.images)
     rows = [prompt for prompt, count in enumerate(prompts.counts) for _ in range(count)]
     running = [*range(num_completions)]
     sampled = [Sampled() for _ in running]
@@ -32,6 +35,8 @@ def decode(model: PolicyModel, prompts: Prompts, params: SamplingParams, ends: E
         choice = choose(logits_UV, torch.tensor(rows, device=device), uniform_B, params)
         _append([sampled[number] for number in running], choice)
         left = [i for i, number in enumerate(running) if not _has_ended(sampled[number], prompts.limits[number], ends)]
+        leaving = sorted({*range(len(running))} - {*left})
+        _keep({i: sampled[running[i]] for i in leaving if prompts.keeps[running[i]]}, rows, padding_U, cache)
         if not left:
             break
         pairs = [(rows[i], sampled[running[i]].token_ids[-1]) for i in left]
@@ -54,6 +59,16 @@ def _append(sampled: Sequence[Sampled], choice: Choice) -> None:
     if choice.support_BK is not None:
         for completion, support in zip(sampled, choice.support_BK.cpu().split(1), strict=True):
             completion.supports.append(support)
+
+
+def _keep(leaving: Mapping[int, Sampled], rows: Sequence[int], padding_U: Tensor, cache: RowCache) -> None:
+    """Gives completions the keys and values of their rows; those of one row share them."""
+    copies: dict[int, RowStates] = {}
+    for i, completion in leaving.items():
+        row = rows[i]
+        if row not in copies:
+            copies[row] = cache.row(row, int(padding_U[row]))
+        completion.states = copies[row]
 
 
 def _has_ended(sampled: Sampled, limit: int, ends: Ends) -> bool:

@@ -1,8 +1,8 @@
 """Samples with the policy itself, as transformers runs it. There is no second copy of the weights to load."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, groupby, islice
+from itertools import chain
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -13,6 +13,7 @@ from rlft_fast.rollout.by_transformers import PAD_TOKEN_ID, decode_by_transforme
 from rlft_fast.rollout.decoding import decode
 from rlft_fast.rollout.ends import Ends
 from rlft_fast.rollout.sampling import Prompts, Sampled, uniform_numbers
+from rlft_fast.rollout.turns import KeptTurns
 from rlft_fast.rollout.types import Answers, Completion, Request, SamplingParams, Span
 
 
@@ -20,7 +21,9 @@ class HFGenerator:
     """Samples from a policy on its own device. Sharded weights must be gathered around `generate`.
 
     A prompt runs once for all its samples. Prompts are padded on the left. A model that `decodes_in_place` runs samples
-    once as long as they are equal (`decode`). transformers' ``generate`` decodes any other model.
+    once as long as they are equal (`decode`), and of a turn of an episode the tokens that the turns before had not, if
+    these are among the `batch_size` episodes whose keys and values are kept from one call of `generate` to the next.
+    transformers' ``generate`` decodes any other model.
 
     A model that cannot be packed has a cache of its own, which may hold states that see padding. Its batches have
     prompts of one length, every sample runs its prompt, and the others run again when some leave the batch.
@@ -39,6 +42,7 @@ class HFGenerator:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.weight_version = 0
+        self._turns = KeptTurns(batch_size)
         self.eos_token_ids = end_token_ids(model.model.generation_config, tokenizer)
 
     @torch.no_grad()
@@ -46,26 +50,38 @@ class HFGenerator:
         """Samples a completion for each request, see `Generator.generate`. No request is refused."""
         # The stance: compiled blocks would compile again for the cache.
         is_padded = bool(self.model.padded_because)
-        lengths = [len(request.token_ids) * is_padded for request in requests]
-        order = sorted(range(len(requests)), key=lengths.__getitem__)
-        batches = _batches([requests[i] for i in order], self.batch_size, one_length=is_padded)
+        self._turns.keep_only({request.episode for request in requests})
+        groups = self._in_order(_equal_prompts(requests), requests, by_length=is_padded)
+        batches = _batches([[requests[i] for i in group] for group in groups], self.batch_size, one_length=is_padded)
         with _generation_mode(self.model), torch.compiler.set_stance("force_eager"):
             found = [completion for batch in batches for completion in self._generate(batch, params)]
+        order = [*chain.from_iterable(groups)]
         return [found[i] for i in sorted(range(len(order)), key=order.__getitem__)]
 
     def load(self, weights: WeightStream | None, version: int) -> None:
-        """Takes the version alone: the weights are the policy's own."""
+        """Takes the version alone: the weights are the policy's own. What others have computed is dropped."""
         self.weight_version = version
+        self.sleep()
 
     def checksums(self) -> dict[str, str]:
         """Nothing: no weights were received."""
         return {}
 
     def sleep(self) -> None:
-        """Does nothing: no memory is held between calls."""
+        """Drops what is kept of episodes."""
+        self._turns.keep_only(())
 
     def close(self) -> None:
-        """Does nothing: nothing is held."""
+        """The same."""
+        self.sleep()
+
+    def _in_order(self, groups: list[list[int]], requests: Sequence[Request], *, by_length: bool) -> list[list[int]]:
+        """Groups of requests, those behind others that run more tokens: a batch runs as many of each prompt."""
+        known = [max(self._turns.num_known(requests[i]) for i in group) for group in groups]
+        if not (by_length or any(known)):
+            return groups
+        num_new = [len(requests[group[0]].token_ids) - n for group, n in zip(groups, known, strict=True)]
+        return [groups[i] for i in sorted(range(len(groups)), key=num_new.__getitem__)]
 
     def _generate(self, batch: list[list[Request]], params: SamplingParams) -> list[Completion]:
         """The completions of a batch: groups of requests with equal prompts."""
@@ -74,8 +90,12 @@ class HFGenerator:
         ends = Ends(self.tokenizer, [*self.eos_token_ids, *end_ids], stop)
         sample = decode if self.model.decodes_in_place else decode_by_transformers
         sampled = sample(self.model, self._prompts(batch, params), params, ends)
-        rows = zip(sampled, requests, strict=True)
-        return [self._completion(row, request.max_new_tokens, ends) for row, request in rows]
+        completions = []
+        for row, request in zip(sampled, requests, strict=True):
+            completions.append(self._completion(row, request.max_new_tokens, ends))
+            if row.states is not None and completions[-1].finish_reason == "stop":
+                self._turns.add(request, row.token_ids[:-1], row.states)
+        return completions
 
     def _prompts(self, batch: list[list[Request]], params: SamplingParams) -> Prompts:
         device = next(self.model.parameters()).device
@@ -83,6 +103,10 @@ class HFGenerator:
         limits = [request.max_new_tokens for group in batch for request in group]
         seeds = [request.seed for group in batch for request in group]
         width = max(map(len, prompts))
+        num_new = max(len(group[0].token_ids) - max(map(self._turns.num_known, group)) for group in batch)
+        begun = [self._turns.take(group) for group in batch]
+        requests = [*chain.from_iterable(batch)] if self.model.decodes_in_place else []
+        asked = [i for i, r in enumerate(requests) if r.episode is not None and r.images is None][: self._turns.room]
         return Prompts(
             ids_GL=torch.tensor([[PAD_TOKEN_ID] * (width - len(p)) + p for p in prompts], device=device),
             mask_GL=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
@@ -90,6 +114,9 @@ class HFGenerator:
             limits=limits,
             uniform_BN=uniform_numbers(seeds, max(limits), device) if params.temperature else None,
             images=[group[0].images for group in batch],
+            begun=begun,
+            num_begun=width - num_new,
+            keeps=[i in asked for i in range(len(limits))],
         )
 
     def _completion(self, sampled: Sampled, max_new_tokens: int, ends: Ends) -> Completion:
@@ -102,13 +129,23 @@ class HFGenerator:
         return Completion(tokens[:length], sampled.logprobs[:length], reason, spans, support)
 
 
-def _batches(requests: Sequence[Request], batch_size: int, *, one_length: bool) -> Iterator[list[list[Request]]]:
-    """Groups of neighbouring requests with equal prompts, in batches of at most so many requests.
+def _equal_prompts(requests: Sequence[Request]) -> list[list[int]]:
+    """The numbers of the requests, together where prompts are equal, in order of first appearance."""
+    groups: dict[tuple[tuple[int, ...], str | None], list[int]] = {}
+    for i, request in enumerate(requests):
+        groups.setdefault(_prompt(request), []).append(i)
+    return [*groups.values()]
+
+
+def _batches(
+    groups: Sequence[Sequence[Request]], batch_size: int, *, one_length: bool
+) -> Iterator[list[list[Request]]]:
+    """Groups of requests with equal prompts, in batches of at most so many requests.
 
     With `one_length`, a batch has token ids of one length alone.
     """
     batch: list[list[Request]] = []
-    for _, equal in groupby(requests, key=_prompt):
+    for equal in groups:
         for group in _cut(equal, batch_size):
             is_other = one_length and batch and len(batch[0][0].token_ids) != len(group[0].token_ids)
             if batch and (is_other or sum(map(len, batch)) + len(group) > batch_size):
@@ -119,15 +156,13 @@ def _batches(requests: Sequence[Request], batch_size: int, *, one_length: bool) 
         yield batch
 
 
-def _prompt(request: Request) -> tuple[list[int], str | None]:
+def _prompt(request: Request) -> tuple[tuple[int, ...], str | None]:
     """What requests have in common that share a prefill. Image tokens are equal where images differ."""
-    return [*request.token_ids], None if request.images is None else request.images.key
+    return (*request.token_ids,), None if request.images is None else request.images.key
 
 
-def _cut(requests: Iterable[Request], size: int) -> Iterator[list[Request]]:
-    rest = iter(requests)
-    while group := [*islice(rest, size)]:
-        yield group
+def _cut(requests: Sequence[Request], size: int) -> list[list[Request]]:
+    return [[*requests[i : i + size]] for i in range(0, len(requests), size)]
 
 
 @contextmanager

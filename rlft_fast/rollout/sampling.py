@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlft_fast.data import Images
+from rlft_fast.models import RowStates
 from rlft_fast.rollout.types import SamplingParams
 
 
@@ -24,6 +25,9 @@ class Prompts:
         limits: most tokens of each completion.
         uniform_BN: (B, N) float64 in [0, 1), one for each token of a completion; None: the most likely token is taken.
         images: of each prompt, None where it has none.
+        begun: of each prompt keys and values of its first tokens, or None; emptied once a cache has them.
+        num_begun: tokens of a row that need not run, padding included.
+        keeps: of each completion, whether its keys and values are asked for.
     """
 
     ids_GL: Tensor
@@ -32,6 +36,9 @@ class Prompts:
     limits: list[int]
     uniform_BN: Tensor | None
     images: list[Images | None]
+    begun: list[RowStates | None]
+    num_begun: int
+    keeps: list[bool]
 
 
 @dataclass
@@ -42,6 +49,8 @@ class Sampled:
     logprobs: list[float] = field(default_factory=list)
     supports: list[Tensor] = field(default_factory=list)
     """(n, K) each, on the CPU, if tokens are drawn among K."""
+    states: RowStates | None = None
+    """Keys and values of the prompt and of all tokens but the last, if they are asked for."""
 
 
 class Choice(NamedTuple):

@@ -125,6 +125,8 @@ class Request:
         seed: decides every draw, in [0, 2^63).
         max_new_tokens: most tokens of the completion.
         images: that the image tokens stand for.
+        episode: number of the episode that the completion is a turn of. A later request of the episode may begin with
+            these tokens and the completion, so that a generator may keep what it has computed. None: none does.
     """
 
     row: int
@@ -132,6 +134,7 @@ class Request:
     seed: int
     max_new_tokens: int
     images: Images | None = None
+    episode: int | None = None
 
 
 def make_requests(

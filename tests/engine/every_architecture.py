@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from rlft_fast import patch_lm_head, unpatch_lm_head
 from rlft_fast.data import Batch
 from rlft_fast.engine.forward import prepare_model_inputs
-from rlft_fast.models import PolicyModel
+from rlft_fast.models import PolicyModel, RowCache
 from rlft_fast.models.architectures import WITHOUT_CACHE, padded_attention, require_causal
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
@@ -401,7 +401,8 @@ def _logits_in_place(policy: PolicyModel, parts: tuple[Tensor, ...]) -> Tensor:
     ids, mask = _padded_left(parts)
     first_rows, padding = torch.arange(len(ids)), (mask == 0).sum(1)
     with padded_attention(policy.model):
-        cache, position = policy.prefill_rows(ids, mask, 2 * len(ids), ids.shape[1] + 1)
+        cache = RowCache(policy.model, 2 * len(ids), ids.shape[1] + 1)
+        position = policy.prefill_rows(ids, mask, cache)
         first = policy.next_logits(ids[:, -1], position, padding, cache)
         cache.copy_rows(first_rows, first_rows + len(ids), 2 * len(ids))
         second = policy.next_logits(first.argmax(1).repeat(2), position.repeat(2) + 1, padding.repeat(2), cache)

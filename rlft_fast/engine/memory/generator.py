@@ -73,25 +73,36 @@ class GeneratorMemory:
         )
 
     def _cache_bytes(self) -> int:
-        """The key-value cache, and one layer of it a second time: the cache grows by copying a layer."""
+        """The key-value cache, and one layer of it a second time: the cache grows by copying a layer.
+
+        The turns of as many episodes are kept beside it for the next turn of each.
+        """
         rows, length = self._rows()
         layers = self.model.backbone.config.get_text_config().num_hidden_layers
-        return math.ceil(rows * self._sequence_bytes(length) * (1 + 1 / layers))
+        copies = 1 + self._has_turns + 1 / layers
+        return math.ceil(rows * self._sequence_bytes(length, windows=not self._has_turns) * copies)
+
+    @property
+    def _has_turns(self) -> bool:
+        environment = self.config.environment
+        return environment is not None and environment.max_turns > 1 and self.model.decodes_in_place
 
     def _rows(self) -> tuple[int, int]:
         """Number and length of the completions generated at once, for the batch that needs the largest cache."""
         rollout = self.rollout
-        prompts = min(
-            max(rollout.batch_size // rollout.samples_per_prompt, 1), -(-rollout.prompts_per_step // self.world_size)
-        )
-        samples = min(rollout.samples_per_prompt, rollout.batch_size)
-        batches = [(prompts * samples, rollout.max_prompt_tokens + rollout.max_new_tokens)]
+        prompts = -(-rollout.prompts_per_step // self.world_size)
+        if self._has_turns:  # which differ, so that each is a prompt
+            rows = min(prompts * rollout.samples_per_prompt, rollout.batch_size)
+        else:
+            samples = min(rollout.samples_per_prompt, rollout.batch_size)
+            rows = samples * min(max(rollout.batch_size // rollout.samples_per_prompt, 1), prompts)
+        batches = [(rows, rollout.max_prompt_tokens + rollout.max_new_tokens)]
         if self.config.evaluation is not None:
             batches.append((rollout.batch_size, rollout.max_prompt_tokens + self.config.max_evaluation_tokens))
         return max(batches, key=lambda batch: batch[0] * batch[1])
 
-    def _sequence_bytes(self, length: int) -> int:
-        """Bytes of the keys and values of one sequence."""
+    def _sequence_bytes(self, length: int, *, windows: bool = True) -> int:
+        """Bytes of the keys and values of one sequence, in layers with a window of the window alone, or of all."""
         config = self.model.backbone.config.get_text_config()
         if not getattr(config, "num_attention_heads", None):  # its states are small, and do not grow
             return 0
@@ -101,7 +112,7 @@ class GeneratorMemory:
         if getattr(config, "qk_nope_head_dim", None):  # DeepSeek: the cache has separate keys for every head
             heads, key_width = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        window = getattr(config, "sliding_window", None) or length
+        window = (getattr(config, "sliding_window", None) if windows else None) or length
         tokens = sum(min(length, window) if kind == "sliding_attention" else length for kind in types)
         return self.width * heads * (key_width + value_width) * tokens
 

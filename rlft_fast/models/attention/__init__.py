@@ -12,12 +12,13 @@ from rlft_fast.models.attention.functions import (
     packed_attention,
     sinks_of_own_heads,
 )
-from rlft_fast.models.attention.row_cache import RowCache, takes_row_cache
+from rlft_fast.models.attention.row_cache import RowCache, RowStates, takes_row_cache
 
 __all__ = [
     "GROUPED_ATTENTION",
     "PACKED_ATTENTION",
     "RowCache",
+    "RowStates",
     "all_rows_of_own_heads",
     "packed_attention",
     "sinks_of_own_heads",

@@ -64,10 +64,13 @@ class Episode:
         """Tokens that the completion may still have."""
         return self.max_tokens - len(self.token_ids)
 
-    def request(self) -> Request:
-        """For the next turn, whose draws depend on the episode's seed and the number of the turn alone."""
+    def request(self, max_turns: int) -> Request:
+        """For the next of so many turns, whose draws depend on the episode's seed and the number of the turn alone."""
         seed = seed_of(self.seed, self.turns) if self.turns else self.seed
-        return Request(row=self.row, token_ids=[*self.prompt, *self.token_ids], seed=seed, max_new_tokens=self.left)
+        return Request(
+            row=self.row, token_ids=[*self.prompt, *self.token_ids], seed=seed, max_new_tokens=self.left,
+            episode=self.number if max_turns > 1 else None,
+        )  # fmt: skip
 
     def add_sampled(self, reply: Completion) -> None:
         """Appends a reply of the policy's."""

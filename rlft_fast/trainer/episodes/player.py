@@ -132,7 +132,7 @@ class EpisodePlayer:
         episodes = world.together(partial(self._begin, prompts, params, seeds), Exception)
         while world.any_rank(any(episode.running for episode in episodes)):
             running = [episode for episode in episodes if episode.running]
-            answers = rollout.answer([episode.request() for episode in running], params)
+            answers = rollout.answer([episode.request(self.config.max_turns) for episode in running], params)
             self.generate_seconds += rollout.seconds
             replies = world.together(partial(without_refusals, answers), RequestError)
             world.together(partial(self._turn, running, replies), Exception)

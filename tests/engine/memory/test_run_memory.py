@@ -17,11 +17,10 @@ from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_exceeds, surely_fits
 from rlft_fast.engine.memory.search import Search
 from rlft_fast.models import load_policy, load_tokenizer
-from rlft_fast.rollout import HFGenerator, SamplingParams
+from rlft_fast.rollout import HFGenerator, Request, SamplingParams
 from rlft_fast.trainer.ppo import PPOTrainer
 from tests.engine.memory.planned import num_bytes, save_model
 from tests.support.memory import peak_allocated_bytes
-from tests.support.rollouts import completions_of
 from tests.support.tiny_models import save_tokenizer
 from tests.trainer.toy import toy_config
 
@@ -148,21 +147,31 @@ def test_offload_never_needs_more_in_any_phase(name, how, config_of):
     assert on_cpu.phases[-1].memory[name] >= 0.9 * kept.phases[-1].memory[name]
 
 
+TURNS = {"environment": {"name": "any:Class"}, "data__chat": True, "reward": {}}
+
+
 @pytest.mark.slow
-def test_what_generate_takes(tmp_path):
-    """The cache is most of it: 16 completions of 448 tokens, 4 layers, 4 heads of 32 keys and values."""
+@pytest.mark.parametrize("has_turns", [False, True], ids=["answers", "turns"])
+def test_what_generate_takes(has_turns, tmp_path):
+    """The cache is most of it: 16 completions of 448 tokens, 4 layers, 4 heads of 32 keys and values.
+
+    Turns of episodes are kept when they have ended, here all at once.
+    """
     path = save_model(tmp_path, width=256, vocab_size=259)
     save_tokenizer(path)
     changes = {
         "rollout__prompts_per_step": 4, "rollout__samples_per_prompt": 4, "rollout__max_prompt_tokens": 64,
-        "rollout__max_new_tokens": 384, "actor__max_tokens": 512,
+        "rollout__max_new_tokens": 384, "actor__max_tokens": 512, **(TURNS if has_turns else {}),
     }  # fmt: skip
     model = load_policy(path)
     planned = GeneratorMemory(toy_config(path, tmp_path, **changes), model, 1, GIB, "cpu").beside_policy_bytes
     generator = HFGenerator(model, load_tokenizer(path), batch_size=64)
     generator.eos_token_ids = []
-    prompts = [[7, i] * 32 for i in range(4)]
-    sample = partial(completions_of, generator, prompts, SamplingParams(n=4, max_new_tokens=384))
+    requests = [
+        Request(row=i, token_ids=[7, i] * 32, seed=seed, max_new_tokens=384, episode=seed if has_turns else None)
+        for seed, i in enumerate([i for i in range(4) for _ in range(4)])
+    ]
+    sample = partial(generator.generate, requests, SamplingParams())
     measured = peak_allocated_bytes(sample)
     assert measured < planned < 1.25 * measured
 

@@ -48,6 +48,33 @@ def test_keys_and_masks_are_those_of_transformers(passes):
             theirs.batch_select_indices(torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize("passes", [[3, 1, 1], [5, 7, 1], [11, 70, 1]])
+def test_a_row_begins_another_cache(passes):
+    """With other padding, behind rows that are copied, and also with what has left a window."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG)
+    torch.manual_seed(0)
+    first = RowCache(model, most_rows=4, most_tokens=sum(passes), keeps_all=True)
+    states = [[(torch.randn(2, 1, new, 4), torch.randn(2, 1, new, 6)) for _ in range(2)] for new in passes]
+    for own in states:
+        for layer in range(2):
+            first.update(*own[layer], layer)
+    first.copy_rows(torch.tensor([1]), torch.tensor([3]), most_rows=4)
+    length = sum(passes) - 2  # the first two are padding
+    rows = [first.row(3, 2), None]
+    second = RowCache(model, most_rows=2, most_tokens=length + 2, keeps_all=True)
+    second.begin(rows, [1, length], length)  # of the first row the last token is left out
+    assert second.get_seq_length() == length
+    assert second.row(1, 0)[0][0].abs().max() == 0
+    for layer in range(2):
+        for i in range(2):
+            expected = torch.cat([own[layer][i][1] for own in states], 1)[:, 2:]
+            assert torch.equal(rows[0][layer][i], expected)
+            assert torch.equal(second.row(0, 1)[layer][i], expected[:, :-1])
+        window = length if layer == 0 else min(length, WINDOW - 1)  # with the token to come it is full
+        assert second.get_mask_sizes(1, layer) == (window + 1, length - window)
+
+
 _SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 8, "pad_token_id": 0}
 
 

@@ -32,7 +32,7 @@ class Scripted:
     name = "scripted"
 
     def __init__(self, reply: Callable[[Request], list[int]]) -> None:
-        self.reply, self.seen = reply, []
+        self.reply, self.seen, self.episodes = reply, [], []
 
     def load(self, weights, version) -> None: ...
 
@@ -41,6 +41,7 @@ class Scripted:
         for request in requests:
             ids = self.reply(request)[: request.max_new_tokens]
             self.seen.append(([*request.token_ids], ids, request.seed))
+            self.episodes.append(request.episode)
             reason = "stop" if ids and ids[-1] >= 256 else "length"
             support = None if params.top_k is None else torch.tensor(ids, dtype=torch.int32).repeat(params.top_k, 1).T
             answers.append(Completion(ids, [-0.5] * len(ids), reason, (Span(len(ids), 3),), support))
@@ -109,6 +110,7 @@ def test_a_game_has_the_tokens_of_its_conversation(play, tokenizer):
     assert samples.sampled_length_B.tolist() == [len(sampled)]
     assert set(samples.weight_version_T[samples.is_sampled_T].tolist()) == {3}
     assert len({seed for *_, seed in generator.seen}) == 3  # each turn has draws of its own
+    assert generator.episodes == [0, 0, 0]  # and goes on from the turn before
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"item": "egg", "count": 2}}\n</tool_call>'
@@ -288,6 +290,8 @@ def test_limits_end_an_episode(play, tokenizer):
     samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, *"123"), max_turns=2)
     assert (samples.counts["turns"].tolist(), samples.stopped_B.tolist()) == ([2.0], [True])
     assert samples.counts["stop_max_turns"].tolist() == [1.0]
+    *_, generator = play(rows, "GuessNumber", in_turn(tokenizer, "1"), max_turns=1)
+    assert generator.episodes == [None]  # no turn follows
     samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, *"123"), max_new_tokens=60)
     assert samples.length_B.tolist() < [60]  # the second answer of the environment has no room
     assert not samples.stopped_B.any()
