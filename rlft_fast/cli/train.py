@@ -56,7 +56,7 @@ def run(arguments: list[str], objective: str | None = None) -> int:
         _print_first(here.to_yaml(), f"output_dir: {folder}", *inputs, f"memory: {memory}")
         return 0
     with leaving_process_group():
-        train(config, resume=options.resume, force=options.force)
+        train(config, resume=options.resume, force=options.force, replay=options.replay)
     return 0
 
 
@@ -175,7 +175,7 @@ def _parser(objective: str | None) -> Parser:
     parser = Parser(
         prog=f"rlft-fast {command}",
         usage=f"rlft-fast {command} CONFIG [--key value ...] [--resume [CHECKPOINT] [--force]]\n"
-        "                       [--dry-run] [--fit] [--ray] [--no-memory-check]",
+        "                       [--replay RUN] [--dry-run] [--fit] [--ray] [--no-memory-check]",
         description="Train a model as a YAML file says. Every key below can stand in the file. Every key can also be "
         "an option, for example --rollout.temperature 0.7; an option overrides the file. A text is taken as typed, a "
         "list is [a, b], and a mapping {a: b}.",
@@ -195,6 +195,10 @@ def _parser(objective: str | None) -> Parser:
     parser.add_argument(
         "--force", action="store_true", help="with --resume: accept other data, models and settings than the run had"
     )
+    parser.add_argument(
+        "--replay", metavar="RUN", type=path,
+        help="learn from the samples that a run with log_samples has kept: its numbers again, without its generator",
+    )  # fmt: skip
     parser.add_argument(
         "--dry-run",
         action="store_true",

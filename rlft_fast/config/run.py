@@ -190,6 +190,8 @@ class Config(RunConfig):
     """Samples per step whose texts the trackers get, too."""
     log_tokens_mib: MayChange[PositiveInt | None] = None
     """Most MiB per step of numbers of each token, in the folder tokens for rlft-fast view; null: none are written."""
+    log_samples: MayChange[bool] = False
+    """Whether the samples of each step are kept in the folder rollouts, for --replay."""
 
     @property
     def environments_by_name(self) -> dict[str, EnvironmentConfig]:

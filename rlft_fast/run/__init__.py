@@ -1,6 +1,8 @@
 """A run of any trainer: its loop, and everything in its folder.
 
 protocol    what a run drives: a trainer and its models
+rollouts    the samples of each step as tensors, for a replay
+step_files  files of single steps
 progress    how far a run has come, as its checkpoints hold it
 run         `Run`: the loop around a trainer's steps, with checkpoints, weights and summary
 folder      which run a folder belongs to, and which settings a resumed run must share with that run
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from rlft_fast.run.phases import Phases
     from rlft_fast.run.plot import COLORS, PANELS, drawable, is_exact_integer, parse_json, plot_runs, read_metrics
     from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
+    from rlft_fast.run.rollouts import read_rollout, require_replayable
     from rlft_fast.run.run import Run, by_first
     from rlft_fast.run.store import Store
     from rlft_fast.run.timeline import PHASE_COLORS, Timeline, draw_timeline, read_timeline
@@ -59,8 +62,10 @@ __all__ = [
     "parse_json",
     "plot_runs",
     "read_metrics",
+    "read_rollout",
     "read_timeline",
     "read_tokens",
+    "require_replayable",
     "require_same",
     "require_trackers",
     "require_unlocked",

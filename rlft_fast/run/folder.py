@@ -17,12 +17,12 @@ from rlft_fast.run.lock import NAME as LOCK
 MARKER = "run.json"
 _WRITTEN = (
     MARKER, "config.yaml", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "summary.json", "curve.png",
-    "timeline.png", "view.html", "tokens", "profile", "reference",
+    "timeline.png", "view.html", "tokens", "rollouts", "profile", "reference",
     "checkpoints", "hf", "best", "tensorboard", "wandb", "mlflow", "mlflow.db",
 )  # fmt: skip
 
 
-_WRITTEN_INTO = ("", "checkpoints", "hf", "best", "tokens", "profile", "reference")  # folders
+_WRITTEN_INTO = ("", "checkpoints", "hf", "best", "tokens", "rollouts", "profile", "reference")  # folders
 LOGS = ("metrics.jsonl", "samples.jsonl", "timeline.jsonl")
 _REPLACED = (MARKER, "config.yaml", "summary.json")
 

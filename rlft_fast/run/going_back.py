@@ -1,7 +1,8 @@
 """Going back to an earlier checkpoint of a run. What came after it is kept as a run of its own.
 
 The folder ``later.1`` in the folder of the run has the configuration, all lines of the logs, and everything of later
-steps: checkpoints, numbers of tokens and weights. ``rlft-fast view``, ``plot`` and ``export`` take it as any other run.
+steps: checkpoints, samples, numbers of tokens and weights. ``rlft-fast view``, ``plot`` and ``export`` take it as any
+other run.
 """
 
 import shutil
@@ -10,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from rlft_fast.run.folder import LOGS, MARKER
-from rlft_fast.run.tokens import token_files_after
+from rlft_fast.run.step_files import step_files_after
 
 _COPIED = (MARKER, "config.yaml", *LOGS)
 _MOVED = ("summary.json", "curve.png", "timeline.png", "hf")  # of the last step
@@ -36,7 +37,7 @@ def keep_later(run: Path, step: int, checkpoints: Sequence[Path], *, best: bool)
         if (run / name).is_file():
             shutil.copyfile(run / name, kept / name)
     moved = [run / name for name in (*_MOVED, *["best"] * best) if (run / name).exists()]
-    for path in (*moved, *token_files_after(run, step), *checkpoints):
+    for path in (*moved, *step_files_after(run, step), *checkpoints):
         target = kept / path.relative_to(run)
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)

@@ -16,9 +16,8 @@ from rich.table import Table
 from rlft_fast.errors import printable
 from rlft_fast.files import fsync
 from rlft_fast.run.folder import LOGS
+from rlft_fast.run.step_files import STEP_FOLDERS, step_files_after
 from rlft_fast.run.timeline import FILE as TIMELINE
-from rlft_fast.run.tokens import FOLDER as TOKENS
-from rlft_fast.run.tokens import remove_tokens_after
 from rlft_fast.run.trackers import Tracker
 from rlft_fast.world import Span, write_at_once
 
@@ -79,15 +78,15 @@ class RunLog:
         return {path.name: path.stat().st_size for path in paths}
 
     def set_aside(self) -> list[str]:
-        """Renames files that hold lines, and ``tokens``, so that a run can start from the beginning.
+        """Renames files that hold lines, and folders with files of steps, so that a run can start from the beginning.
 
         Returns:
             The new names.
         """
         found = [name for name in LOGS if (path := self.directory / name).is_file() and path.stat().st_size]
-        if found and (self.directory / TOKENS).is_dir():
-            found.append(TOKENS)
-        names = (*LOGS, TOKENS)
+        if found:
+            found += [name for name in STEP_FOLDERS if (self.directory / name).is_dir()]
+        names = (*LOGS, *STEP_FOLDERS)
         number = next(
             n for n in itertools.count(1) if not any((self.directory / _numbered(x, n)).exists() for x in names)
         )
@@ -96,7 +95,7 @@ class RunLog:
         return [_numbered(name, number) for name in found]
 
     def rewind(self, step: int, num_bytes: Mapping[str, int]) -> None:
-        """Removes the lines and numbers of tokens that an interrupted run wrote after its checkpoint.
+        """Removes the lines and files of steps that an interrupted run wrote after its checkpoint.
 
         An incomplete last line, as after an edit or on a damaged disk, is removed, too.
 
@@ -108,7 +107,8 @@ class RunLog:
             for name in LOGS:
                 with open(self.directory / name, "a+b") as file:
                     file.truncate(_end_of_lines(file, min(num_bytes.get(name, 0), file.tell())))
-            remove_tokens_after(self.directory, step)
+            for path in step_files_after(self.directory, step):
+                path.unlink()
         self.progress.update(self.task, completed=step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

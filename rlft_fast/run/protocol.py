@@ -22,6 +22,7 @@ class StepResult:
         records: lines of ``samples.jsonl``; they are made when they are read, on the first rank.
         warnings: for users.
         tokens: on the first rank: numbers of each token, see `rlft_fast.run.tokens`; None where none are kept.
+        samples: on the first rank: all that `write_rollout` keeps of the step; None where nothing is kept.
     """
 
     metrics: dict[str, float]
@@ -29,6 +30,7 @@ class StepResult:
     records: Iterable[Mapping[str, Any]] = ()
     warnings: Sequence[str] = ()
     tokens: "dict[str, Tensor] | None" = None
+    samples: "dict[str, Tensor] | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)

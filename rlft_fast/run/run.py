@@ -29,6 +29,7 @@ from rlft_fast.run.plot import plot_runs
 from rlft_fast.run.profile import profiled
 from rlft_fast.run.progress import Progress, measure_of_best
 from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
+from rlft_fast.run.rollouts import write_rollout
 from rlft_fast.run.store import Copies, Store, StoreError
 from rlft_fast.run.timeline import draw_timeline, merged
 from rlft_fast.run.tokens import write_tokens
@@ -264,15 +265,24 @@ class Run:
         if self.world.is_first:
             for num_samples, record in enumerate(result.records, start=1):  # noqa: B007 (read below)
                 self.log.sample(number, **record)
-        if result.tokens is not None:
-            try:
+        with self._telling(f"step {number}: numbers of its tokens are not kept"):
+            if result.tokens is not None:
                 write_tokens(self.directory, number, result.tokens, num_samples)
-            except OSError as error:
-                self.log.message(f"warning: step {number}: numbers of its tokens are not kept: {error}")
+        with self._telling(f"step {number}: its samples are not kept"):
+            if result.samples is not None:
+                write_rollout(self.directory, number, result.samples)
         for warning in result.warnings:
             self.log.message(f"warning: step {number}: {warning}")
         self.log.metrics(number, result.metrics)
         self._record_spans(number)
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """A file that cannot be written costs a warning."""
+        try:
+            yield
+        except OSError as error:
+            self.log.message(f"warning: {what}: {error}")
 
     def _record_spans(self, number: int) -> None:
         """Writes when the ranks, and the workers that they drive, have worked since the last step was recorded."""

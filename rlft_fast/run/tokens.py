@@ -19,7 +19,6 @@ Reading a file takes no torch, which takes seconds to import.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,14 +26,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from rlft_fast.files import TEMPORARY, replacing
+from rlft_fast.files import replacing
+from rlft_fast.run.step_files import TOKENS, step_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlft_fast.data import Batch, Samples
 
-FOLDER = "tokens"
 _DTYPES = {
     "sample_B": np.int32, "length_B": np.int32, "token_id_T": np.int32, "weight_version_T": np.int32,
     "mask_T": np.bool_, "rollout_logprob_T": np.float32, "logprob_T": np.float32, "entropy_T": np.float32,
@@ -94,7 +93,7 @@ def write_tokens(run: Path, step: int, columns: "Mapping[str, Tensor]", num_samp
     """
     from safetensors.torch import save
 
-    path = _path(run, step)
+    path = step_file(run, TOKENS, step)
     path.parent.mkdir(exist_ok=True)
     metadata = {
         "step": str(step), "num_samples": str(num_samples), "num_left_out": str(num_samples - len(columns["sample_B"]))
@@ -109,7 +108,7 @@ def read_tokens(run: Path, step: int) -> tuple[dict[str, np.ndarray], int] | Non
     Raises:
         ValueError: the file is damaged.
     """
-    path = _path(run, step)
+    path = step_file(run, TOKENS, step)
     if not path.is_file():
         return None
     try:
@@ -138,22 +137,3 @@ def _check(columns: Mapping[str, np.ndarray], num_samples: int) -> None:
     numbers = columns["sample_B"]
     if (columns["length_B"] < 0).any() or (np.diff(numbers, prepend=-1) <= 0).any() or (numbers >= num_samples).any():
         raise ValueError("its samples contradict each other")
-
-
-def remove_tokens_after(run: Path, step: int) -> None:
-    """Removes the files of later steps, and what a kill left incomplete."""
-    for path in token_files_after(run, step):
-        path.unlink()
-
-
-def token_files_after(run: Path, step: int) -> list[Path]:
-    """The files of later steps, and what a kill left incomplete."""
-    named = [
-        (re.fullmatch(rf"step_(\d+)\.safetensors({re.escape(TEMPORARY)})?", path.name), path)
-        for path in (run / FOLDER).glob("step_*")
-    ]
-    return [path for found, path in named if found and (found[2] or int(found[1]) > step)]
-
-
-def _path(run: Path, step: int) -> Path:
-    return run / FOLDER / f"step_{step:08d}.safetensors"

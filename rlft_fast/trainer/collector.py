@@ -24,6 +24,8 @@ from rlft_fast.world import World
 class Collected(NamedTuple):
     """The samples of a step."""
 
+    rows: list[int]
+    """Rows of the data: of the prompts of the step."""
     prompts: Prompts
     num_streamed: int
     """How many of the prompts come from the stream."""
@@ -35,12 +37,13 @@ class Collected(NamedTuple):
     """Time of each phase that was measured in a thread of its own [s]."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, see `Collector.of_tensors`."""
+        """What a checkpoint and a log of samples keep, see `Collector.of_tensors` and `Collector.again`."""
         greedy = {} if self.greedy_G is None else {_GREEDY: self.greedy_G}
-        return {**self.samples.tensors(), _PROMPTS: _ids(self.prompts), **greedy}
+        own = {_PROMPTS: _ids(self.prompts), _ROWS: torch.tensor(self.rows), _STREAMED: torch.tensor(self.num_streamed)}
+        return {**self.samples.tensors(), **own, **greedy}
 
 
-_GREEDY, _PROMPTS = "greedy_G", "prompt_ids"
+_GREEDY, _PROMPTS, _ROWS, _STREAMED = "greedy_G", "prompt_ids", "prompt_rows", "num_streamed"
 
 
 class Collector:
@@ -91,7 +94,8 @@ class Collector:
         assert samples is not None
         self.curriculum.learn(rows, samples)
         prompts = self.prompts.select(rows)
-        return Collected(prompts, num_streamed, samples, self.greedy(prompts).reward_B if self.needs_greedy else None)
+        greedy_G = self.greedy(prompts).reward_B if self.needs_greedy else None
+        return Collected(rows, prompts, num_streamed, samples, greedy_G)
 
     def collect_group(self, step: int, first_prompt: int, place: int) -> Collected:
         """The samples of one prompt of a step without refills; `joined` makes the step of all.
@@ -101,10 +105,10 @@ class Collector:
             first_prompt: see `collect`.
             place: of the prompt among the prompts of the step.
         """
-        rows, _ = self.curriculum.choose(step, first_prompt)
-        prompts = self.prompts.select(rows[place : place + 1])
+        rows = self.curriculum.choose(step, first_prompt).rows[place : place + 1]
+        prompts = self.prompts.select(rows)
         samples = self._rollout(prompts, step, place)
-        return Collected(prompts, 1, samples, self.greedy(prompts).reward_B if self.needs_greedy else None)
+        return Collected(rows, prompts, 1, samples, self.greedy(prompts).reward_B if self.needs_greedy else None)
 
     def joined(self, step: int, first_prompt: int, groups: Sequence[Collected]) -> Collected:
         """What `collect` gives, of each prompt's own, in the order of the prompts.
@@ -121,7 +125,7 @@ class Collector:
         for own in groups:  # which are collected at the same time
             seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in own.seconds.items()}
         greedy_G = torch.cat(greedy) if greedy else None
-        return Collected(self.prompts.select(rows), num_streamed, cat_samples(samples), greedy_G, seconds)
+        return Collected(rows, self.prompts.select(rows), num_streamed, cat_samples(samples), greedy_G, seconds)
 
     def of_tensors(
         self, step: int, first_prompt: int, tensors: Mapping[str, Tensor], place: int | None = None
@@ -140,7 +144,20 @@ class Collector:
         prompts = self.prompts.select(rows)
         if not torch.equal(_ids(prompts), tensors[_PROMPTS]):
             return None
-        return Collected(prompts, num_streamed, Samples.of_tensors(tensors), tensors.get(_GREEDY))
+        return Collected(rows, prompts, num_streamed, Samples.of_tensors(tensors), tensors.get(_GREEDY))
+
+    def again(self, tensors: Mapping[str, Tensor]) -> Collected:
+        """The samples that a run has kept of a step, see `Collected.tensors`.
+
+        Raises:
+            ValueError: they answer prompts that the data does not have in these rows.
+        """
+        rows = tensors[_ROWS].tolist()
+        if max(rows) >= len(self.prompts) or not torch.equal(_ids(self.prompts.select(rows)), tensors[_PROMPTS]):
+            raise ValueError("the samples answer other prompts than the data has: give the data of the run")
+        samples = Samples.of_tensors(tensors)
+        self.curriculum.learn(rows, samples)
+        return Collected(rows, self.prompts.select(rows), int(tensors[_STREAMED]), samples, tensors.get(_GREEDY))
 
     def rows_with_signal(self, scored: Samples) -> list[int]:
         """The rows of the prompts whose samples differ in what the configuration compares."""

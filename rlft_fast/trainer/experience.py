@@ -29,6 +29,7 @@ class Experience:
         taught: the samples to learn from, in the order of the batch.
         batch: with advantages. Its weights say which tokens run (`Batch.active_T`); an optimizer step has its own.
         metrics: of the rollout.
+        kept: what a log of samples keeps, see `Collected.tensors`; None: nothing.
     """
 
     step: int
@@ -38,6 +39,7 @@ class Experience:
     taught: Samples
     batch: Batch
     metrics: dict[str, float]
+    kept: dict[str, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,17 @@ from typing import Any
 
 from rlft_fast.config import Config, RunConfig, TaughtConfig, run_roles, value_at
 from rlft_fast.models import load_tokenizer
-from rlft_fast.run import Run, RunLog, Store, Trainer, by_first, require_same, require_trackers, require_usable
+from rlft_fast.run import (
+    Run,
+    RunLog,
+    Store,
+    Trainer,
+    by_first,
+    require_replayable,
+    require_same,
+    require_trackers,
+    require_usable,
+)
 from rlft_fast.trainer.dtypes import settle_compute_dtype
 from rlft_fast.trainer.inputs import identity_of, load_data
 from rlft_fast.trainer.ppo import PPOTrainer
@@ -15,7 +25,9 @@ from rlft_fast.trainer.supervised import RowsData, RowsTrainer
 from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
 
-def train(config: RunConfig, resume: bool | str = False, *, force: bool = False) -> dict[str, Any]:
+def train(
+    config: RunConfig, resume: bool | str = False, *, force: bool = False, replay: Path | None = None
+) -> dict[str, Any]:
     """Runs the configuration from its newest checkpoint (``resume``) or the beginning; returns the summary.
 
     From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced; logs of a run that saved
@@ -26,6 +38,8 @@ def train(config: RunConfig, resume: bool | str = False, *, force: bool = False)
         resume: continue from the newest checkpoint, if there is one; or from the checkpoint of this name, such as
             ``step_00000020``. Then everything of later steps is kept in the folder ``later.1`` of ``output_dir``.
         force: also with other data, models or settings than the run had before.
+        replay: folder of a run of this configuration, but for ``output_dir``, that has kept its samples with
+            ``log_samples``. The steps learn from them, and repeat its numbers without its generator.
 
     Raises:
         ModuleNotFoundError: a tracker is not installed.
@@ -49,13 +63,24 @@ def train(config: RunConfig, resume: bool | str = False, *, force: bool = False)
     with naming_lost_ranks(world):
         require_usable(config, resume=bool(resume))
         require_trackers(config.log)
+        if replay is not None:
+            require_replay(config, replay)
         if config.checkpoint.store is not None:
             store = Store(config.checkpoint.store)
             by_first(world, lambda: _meet_store(store, Path(config.output_dir), resume))
         config = _settled(config, world, resume=bool(resume))
         if resume is True and (summary := _finished(config)) is not None:
             return _same_again(config, summary, world, force=force)
-        return Run(_trainer(config, world)).run(resume, force=force)
+        return Run(_trainer(config, world, replay)).run(resume, force=force)
+
+
+def require_replay(config: RunConfig, run: Path) -> None:
+    """Raises ValueError where the samples of a run cannot be learned from again."""
+    if not isinstance(config, Config):
+        raise ValueError(f"objective {config.objective} learns from rows, not from samples: leave --replay out")
+    if config.cluster is not None:
+        raise ValueError("a replay trains in processes of its own: set cluster to null")
+    require_replayable(run, config.steps, Path(config.output_dir))
 
 
 def _meet_store(store: Store, output: Path, resume: bool | str) -> None:
@@ -75,11 +100,11 @@ def _settled(config: RunConfig, world: World, *, resume: bool) -> RunConfig:
     return settled
 
 
-def _trainer(config: RunConfig, world: World) -> Trainer:
+def _trainer(config: RunConfig, world: World, replay: Path | None) -> Trainer:
     if isinstance(config, TaughtConfig):
         return RowsTrainer(config, world)
     assert isinstance(config, Config)
-    return PPOTrainer(config, world)
+    return PPOTrainer(config, world, replay)
 
 
 def _identity(config: RunConfig) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from rlft_fast.data import Batch
 from rlft_fast.engine import Output, weighted
 from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import Rollout
-from rlft_fast.run import Evaluated, Phases, StepResult, dotted, token_columns
+from rlft_fast.run import Evaluated, Phases, StepResult, dotted, read_rollout, token_columns
 from rlft_fast.trainer.collector import Collected, Collector
 from rlft_fast.trainer.curriculum import Curriculum
 from rlft_fast.trainer.distillation import asked_of_teacher, check_embeddings, with_teacher
@@ -65,12 +66,15 @@ class PPOTrainer:
     Args:
         config: the run.
         world: the processes that train together; None: the processes that torchrun has started.
+        replay: folder of a run with ``log_samples``, whose samples are learned from. The policy samples for evaluations
+            alone, and no other generator is started.
 
     Raises:
         ValueError: models, data or reward function cannot be used.
     """
 
-    def __init__(self, config: Config, world: World | None = None) -> None:
+    def __init__(self, config: Config, world: World | None = None, replay: Path | None = None) -> None:
+        self.replay = replay
         self.world = world = world or init_distributed(config.timeout_minutes)
         world.require_agreement("configuration", dict(dotted(config.model_dump(mode="json"))))
         self.config = config
@@ -100,7 +104,7 @@ class PPOTrainer:
     def _load_models(self) -> None:
         algorithm = self.config.algorithm
         num_training_steps = self.config.steps * algorithm.epochs * algorithm.mini_batches
-        self.models = models = build_models(self.config, self.tokenizer, self.world, num_training_steps)
+        self.models = models = build_models(self._built, self.tokenizer, self.world, num_training_steps)
         self.actor, self.critic = models.actor, models.engines.get("critic")
         self.rollout = models.rollout
         self.judge.use_models(models.engines)
@@ -109,6 +113,13 @@ class PPOTrainer:
         self._kept: dict[str, Tensor] = {}  # samples of a checkpoint, before a step takes them
         self.num_updates = 0  # of the weights of now
         self.learner = Learner(self.config, models, self.objective)
+
+    @property
+    def _built(self) -> Config:
+        """The configuration of the models."""
+        if self.replay is None:
+            return self.config
+        return self.config.model_copy(update={"rollout": self.config.rollout.model_copy(update={"backend": "hf"})})
 
     def _collector(self, phases: Phases) -> Collector:
         return Collector(
@@ -155,7 +166,10 @@ class PPOTrainer:
         self.phases.restart()
         torch.manual_seed(self._seed(step))  # for methods of one's own; samples have their own seeds
         staleness = self.config.rollout.max_staleness
-        collected = self._take(step, first_prompt) if staleness else self._collect(step, first_prompt)
+        if self.replay is not None:
+            collected = self.collector.again(read_rollout(self.replay, step + 1))
+        else:
+            collected = self._take(step, first_prompt) if staleness else self._collect(step, first_prompt)
         prompts, scored, greedy = collected.prompts, collected.samples, collected.greedy_G
         with_signal = self.collector.rows_with_signal(scored)
         samples = self.collector.penalize_length(scored)
@@ -174,6 +188,7 @@ class PPOTrainer:
         return Experience(
             step=step, prompts=prompts, num_streamed=collected.num_streamed, samples=samples, taught=taught,
             batch=batch, metrics=metrics,
+            kept=collected.tensors() if self.config.log_samples and self.world.is_first else None,
         )  # fmt: skip
 
     def _collect(self, step: int, first_prompt: int) -> Collected:
@@ -276,6 +291,7 @@ class PPOTrainer:
                 None if self.player is None else self.player.turns(experience.samples),
             ),
             tokens=self._token_columns(experience, update.outputs),
+            samples=experience.kept,
         )  # fmt: skip
 
     def _token_columns(self, experience: Experience, outputs: Mapping[Output, Tensor]) -> dict[str, Tensor] | None:

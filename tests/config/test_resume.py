@@ -17,7 +17,7 @@ _OF_MODELS = """
 """
 _MAY_CHANGE = {
     "profile": "steps ranks",
-    "": "model output_dir steps timeout_minutes log log_texts log_tokens_mib",
+    "": "model output_dir steps timeout_minutes log log_texts log_tokens_mib log_samples",
     "data": "path max_rows",
     "reward": "model timeout_s workers",
     "rollout": "backend servers max_prompt_tokens batch_size",

@@ -129,12 +129,15 @@ def test_a_run_keeps_no_numbers_of_steps_that_it_has_not_done(tmp_path):
     log.rewind(1, {})
     assert sorted(os.listdir(run / "tokens")) == ["notes.txt", "step_00000001.safetensors"]
     (run / "tokens" / "step_00000007.safetensors").touch()
+    (run / "rollouts").mkdir()
+    (run / "rollouts" / "step_00000003.safetensors").touch()
     count(tmp_path, steps=3, log_tokens_mib=1, resume=True)
     kept = ["notes.txt", "step_00000001.safetensors", "step_00000003.safetensors"]  # the checkpoint is of step 2
     assert sorted(os.listdir(run / "tokens")) == kept
+    assert os.listdir(run / "rollouts") == []
     count(tmp_path, steps=1)  # from the beginning
     assert os.listdir(run / "tokens") == ["notes.txt"]
-    assert log.set_aside() == ["metrics.1.jsonl", "samples.1.jsonl", "timeline.1.jsonl", "tokens.1"]
+    assert log.set_aside() == ["metrics.1.jsonl", "samples.1.jsonl", "timeline.1.jsonl", "tokens.1", "rollouts.1"]
 
 
 def damage(path, how: str) -> None:

@@ -11,9 +11,10 @@ import yaml
 import rlft_fast.trainer.models
 import rlft_fast.trainer.overlap
 from rlft_fast.config import Config
-from rlft_fast.rollout import RolloutError
+from rlft_fast.rollout import RolloutError, build_rollout
 from rlft_fast.run import read_timeline
 from rlft_fast.trainer import train
+from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.overlap import Overlap
 from rlft_fast.trainer.schedule import Schedule
 from tests.support.copied_generator import copied_rollout
@@ -109,6 +110,57 @@ def test_groups_go_on_across_updates(overlapped, copied, tiny_model, tmp_path):
         rows = read_lines(found / "samples.jsonl")
         assert {row["step"] - row["weight_version"] for row in rows} <= {0, 1, 2}
         assert [row["staleness_max"] <= 2 for row in read_lines(found / "metrics.jsonl")] == [True] * 6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout__update": "in-flight"},
+        pytest.param({"algorithm__advantage": "remax", "algorithm__epochs": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_replay_repeats_the_training_bit_for_bit(changes, overlapped, monkeypatch, tiny_model, tmp_path):
+    """From the samples alone: neither its generator nor a reward function runs."""
+    slow = lambda number: (0.0, 0.04, 0.1)[number % 3]  # noqa: E731
+    changes = {"steps": 4, "log_samples": True, **APART, **changes}
+    run = overlapped("recorded", 2, slow, **changes)
+    kept = sorted((run / "rollouts").iterdir())
+    assert [path.name for path in kept] == [f"step_{step:08d}.safetensors" for step in range(1, 5)]
+
+    def by_the_policy(engine, tokenizer, config, longest):
+        assert config.backend == "hf"
+        return build_rollout(engine, tokenizer, config, longest)
+
+    monkeypatch.setattr(rlft_fast.trainer.models, "build_rollout", by_the_policy)
+    monkeypatch.setattr(Judge, "score", None)
+    config = toy_config(tiny_model("llama"), tmp_path / "again", rollout__max_staleness=2, **changes)
+    train(config, replay=run)
+    again = tmp_path / "again/run"
+    assert numbers(again) == numbers(run)
+    assert (again / "samples.jsonl").read_bytes() == (run / "samples.jsonl").read_bytes()
+    for name in ("hf/model.safetensors", *(f"rollouts/{path.name}" for path in kept)):
+        assert (again / name).read_bytes() == (run / name).read_bytes()
+
+
+def numbers(run: Path) -> list[dict]:
+    """Without the times of waits."""
+    return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in comparable(run)]
+
+
+def test_a_replay_that_cannot_be_is_refused(overlapped, tiny_model, tmp_path):
+    run = overlapped("recorded", 1, steps=2, log_samples=True)
+    make = lambda **changes: toy_config(tiny_model("llama"), tmp_path / "again", **changes)  # noqa: E731
+    with pytest.raises(ValueError, match=r"no samples of step 3 of 4 .* replay the steps before with --steps 2, or"):
+        train(make(steps=4), replay=run)
+    with pytest.raises(ValueError, match=r"no samples of step 1 of 4 .* to replay a run, set log_samples in the run"):
+        train(make(steps=4), replay=tmp_path)
+    with pytest.raises(ValueError, match="is the run to replay, and would be overwritten: name another folder"):
+        train(make(steps=2).model_copy(update={"output_dir": str(run)}), replay=run)
+    with pytest.raises(ValueError, match="set cluster to null"):
+        train(make(steps=2, cluster={}), replay=run)
+    (run / "rollouts/step_00000002.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"step_00000002\.safetensors is damaged"):
+        train(make(steps=2), replay=run)
 
 
 def failing(*numbers: int):
