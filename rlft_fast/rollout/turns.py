@@ -45,7 +45,7 @@ class KeptTurns:
 
     def num_known(self, request: Request) -> int:
         """How many of a request's first tokens need not run. The last always runs."""
-        turn = None if request.episode is None else self._by_episode.get(request.episode)
+        turn = self._turn(request)
         return 0 if turn is None else _num_equal(turn.token_ids, request.token_ids[:-1])
 
     def take(self, requests: Sequence[Request]) -> RowStates | None:
@@ -55,10 +55,14 @@ class KeptTurns:
             requests: with equal tokens.
         """
         best = max(requests, key=self.num_known)
-        states = self._by_episode[best.episode].states if best.episode in self._by_episode else None
+        turn = self._turn(best)
         for request in requests:
-            self._by_episode.pop(request.episode, None)
-        return states
+            if request.episode is not None:
+                self._by_episode.pop(request.episode, None)
+        return None if turn is None else turn.states
+
+    def _turn(self, request: Request) -> _Turn | None:
+        return None if request.episode is None else self._by_episode.get(request.episode)
 
 
 def _num_equal(x: Sequence[int], y: Sequence[int]) -> int:

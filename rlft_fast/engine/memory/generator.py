@@ -84,8 +84,8 @@ class GeneratorMemory:
 
     @property
     def _has_turns(self) -> bool:
-        environment = self.config.environment
-        return environment is not None and environment.max_turns > 1 and self.model.decodes_in_place
+        environments = self.config.environments_by_name.values()
+        return any(each.max_turns > 1 for each in environments) and self.model.decodes_in_place
 
     def _rows(self) -> tuple[int, int]:
         """Number and length of the completions generated at once, for the batch that needs the largest cache."""

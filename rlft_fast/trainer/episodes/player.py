@@ -17,6 +17,7 @@ from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed
 from rlft_fast.errors import brief
 from rlft_fast.rollout import (
     Completion,
+    Request,
     RequestError,
     Rollout,
     SamplingParams,
@@ -132,7 +133,7 @@ class EpisodePlayer:
         episodes = world.together(partial(self._begin, prompts, params, seeds), Exception)
         while world.any_rank(any(episode.running for episode in episodes)):
             running = [episode for episode in episodes if episode.running]
-            answers = rollout.answer([episode.request(self.config.max_turns) for episode in running], params)
+            answers = rollout.answer([self._request(episode) for episode in running], params)
             self.generate_seconds += rollout.seconds
             replies = world.together(partial(without_refusals, answers), RequestError)
             world.together(partial(self._turn, running, replies), Exception)
@@ -210,6 +211,9 @@ class EpisodePlayer:
                 episode.add_given(given)
                 episode.conversation = suffixes.opened(episode.conversation, messages)
         return episodes
+
+    def _request(self, episode: Episode) -> Request:
+        return episode.request(self.configs[episode.environment].max_turns)
 
     def _turn(self, episodes: Sequence[Episode], replies: Sequence[Completion]) -> None:
         """Takes a reply in each episode, asks the environments, and adds what they answer."""
