@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
 
     actor = settle_compute_dtype(config, World.current()).actor.for_device("cuda" if on_gpu else "cpu")
     command = server_command(
-        config.model, actor.compute_dtype, config.rollout, config.longest_sequence,
+        config.model, config.rollout.dtype_beside(actor.compute_dtype), config.rollout, config.longest_sequence,
         host=options.host, port=options.port, on_cpu=not on_gpu,
     )  # fmt: skip
     os.execve(command[0], command, {**os.environ, **server_environment(), TOKEN_VARIABLE: token})

@@ -166,8 +166,8 @@ class _Host(Leaving):
             port = probe.getsockname()[1]
         sizes = config.cluster.generators
         command = server_command(
-            config.model, config.actor.compute_dtype, config.rollout, config.longest_sequence,
-            host=address, port=port, on_cpu=not sizes.gpus,
+            config.model, config.rollout.dtype_beside(config.actor.compute_dtype), config.rollout,
+            config.longest_sequence, host=address, port=port, on_cpu=not sizes.gpus,
         )  # fmt: skip
         environment = {**os.environ, **server_environment(), TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(sizes.cpus)}
         with tempfile.NamedTemporaryFile(prefix="rlft_fast-generator-", suffix=".log", delete=False) as log:

@@ -58,7 +58,7 @@ _NAMES = {
     "actor.max_tokens": "ppo_max_token_len_per_gpu train_max_tokens_per_gpu use_dynamic_bsz use_dynamic_batch "
     "packing_samples",
     "actor.micro_batch_size": "ppo_micro_batch_size_per_gpu ppo_micro_batch_size micro_train_batch_size",
-    "actor.compute_dtype": "bf16 dtype",
+    "actor.compute_dtype": "bf16",
     "actor.param_dtype": "model_dtype",
     "actor.shard_size": "fsdp_size zero_stage",
     "actor.sequence_parallel": "ulysses_sequence_parallel_size ring_attn_size",

@@ -14,7 +14,7 @@ SMALLEST_VLLM_TEMPERATURE = 0.01
 
 
 _OUR_KEYS = {
-    "model": "model", "tokenizer": "model", "seed": "seed", "dtype": "actor.compute_dtype",
+    "model": "model", "tokenizer": "model", "seed": "seed", "dtype": "rollout.dtype",
     "tensor_parallel_size": "rollout.vllm.tensor_parallel",
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.vllm.cpu_cache_gib", "max_num_seqs": "rollout.batch_size",
@@ -84,6 +84,11 @@ class RolloutConfig(Section):
     """Generator: transformers with the policy itself, or vLLM with a copy of the weights."""
     vllm: VLLMConfig = VLLMConfig()
     """Settings of backend vllm."""
+    dtype: MayChange[Literal["auto", "float32", "bfloat16"]] = "auto"
+    """Dtype in which completions are sampled; auto: actor.compute_dtype, which is measured on CPUs.
+
+    With another dtype, the sampler's probabilities differ from training, see algorithm.rollout_correction. Backend hf
+    takes no wider dtype than actor.compute_dtype."""
     servers: MayChange[tuple[ServerEntry, ...]] = ()
     """vLLM servers that generate, as URLs, or as files with one URL per line, read before each sync. Backend vllm."""
     prompts_per_step: PositiveInt = 8
@@ -108,6 +113,10 @@ class RolloutConfig(Section):
     """Most updates between the weights that sample a step and its own update. Above 0, sampling overlaps training."""
     update: Literal["drain", "in-flight"] = "drain"
     """When weights come, with max_staleness. drain: between steps; in-flight: after each update, within episodes."""
+
+    def dtype_beside(self, compute_dtype: str) -> str:
+        """The dtype in which completions of a policy are sampled, for the dtype that the policy computes in."""
+        return compute_dtype if self.dtype == "auto" else self.dtype
 
     @rule
     def _updates_in_flight_what_is_stale(self) -> Iterator[str]:

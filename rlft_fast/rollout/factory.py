@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, server_urls
 from rlft_fast.engine import FSDPEngine, WeightStream
-from rlft_fast.engine.sharding import gathered
+from rlft_fast.engine.sharding import gathered, narrowed
 from rlft_fast.models import PolicyModel, end_token_ids, split_stop
 from rlft_fast.rollout.hf import HFGenerator
 from rlft_fast.rollout.together import Rollout, RolloutError
@@ -40,8 +40,8 @@ def build_rollout(
         urls: of vLLM servers that generate, asked before each sync; None: ``config.servers``.
 
     Raises:
-        ValueError: a stop text is wrong, vLLM is missing, vLLM lacks a needed interface, or the settings do not fit the
-            device.
+        ValueError: a stop text is wrong, vLLM is missing, vLLM lacks a needed interface, the settings do not fit the
+            device, or hf is to sample in a wider dtype than the policy computes in.
         RolloutError: vLLM could not start: it does not know the model, or memory does not suffice, for instance; or no
             server answers.
     """
@@ -50,12 +50,17 @@ def build_rollout(
         return _served_rollout(engine, tokenizer, config, max_sequence_tokens, urls)
     if config.backend == "vllm":
         return _vllm_rollout(engine, tokenizer, config, max_sequence_tokens)
-    model = engine.model
+    model, dtype = engine.model, _dtype(engine, config)
     assert isinstance(model, PolicyModel)
+    if dtype.itemsize > getattr(torch, engine.config.compute_dtype).itemsize:
+        raise ValueError(
+            f"rollout.dtype is {config.dtype}, but hf samples with the policy's weights in its compute_dtype, "
+            f"{engine.config.compute_dtype}: leave rollout.dtype out, or set rollout.backend to vllm"
+        )
 
     @contextmanager
     def sampling() -> Iterator[None]:
-        with engine.eval_mode(), gathered(model):
+        with engine.eval_mode(), gathered(model), narrowed(model, dtype):
             yield
 
     return Rollout(lambda: HFGenerator(model, tokenizer, config.batch_size), engine.world, sampling=sampling)
@@ -65,7 +70,7 @@ def _vllm_rollout(
     engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int
 ) -> Rollout:
     check_vllm(config.vllm, engine.world)
-    model = _sampled_model(engine, tokenizer)
+    model = _sampled_model(engine, tokenizer, config)
     is_colocated = config.vllm.process == "colocated"
     kind = ColocatedVLLM if is_colocated else SeparateVLLM
 
@@ -99,7 +104,7 @@ def _served_rollout(
             "rollout.vllm.transfer nccl needs GPUs, and shows no weights to rollout.vllm.check_weights: leave it out, "
             "for sockets"
         )
-    model = _sampled_model(engine, tokenizer)
+    model = _sampled_model(engine, tokenizer, config)
     own = torch.tensor(float(secrets.randbits(24)) if world.is_first else 0.0)  # float32 has as many bits
     run = f"{int(world.all_reduce({'run': own})['run'].item()):06x}"
 
@@ -122,12 +127,16 @@ def _weights(engine: FSDPEngine, dtype: torch.dtype) -> Iterator[WeightStream]:
         yield engine.weight_stream(dtype)
 
 
-def _sampled_model(engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> SampledModel:
+def _sampled_model(engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> SampledModel:
     assert isinstance(engine.model, PolicyModel)
     return SampledModel(
         path=engine.path,
-        dtype=getattr(torch, engine.config.compute_dtype),
+        dtype=_dtype(engine, config),
         device=engine.device,
         vocab_size=engine.model.model.config.get_text_config().vocab_size,
         eos_token_ids=end_token_ids(engine.model.model.generation_config, tokenizer),
     )
+
+
+def _dtype(engine: FSDPEngine, config: RolloutConfig) -> torch.dtype:
+    return getattr(torch, config.dtype_beside(engine.config.compute_dtype))

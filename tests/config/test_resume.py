@@ -20,7 +20,7 @@ _MAY_CHANGE = {
     "": "model output_dir steps timeout_minutes log log_texts log_tokens_mib log_samples",
     "data": "path max_rows",
     "reward": "model timeout_s workers",
-    "rollout": "backend servers max_prompt_tokens batch_size",
+    "rollout": "backend dtype servers max_prompt_tokens batch_size",
     "rollout.vllm": "process transfer tensor_parallel gpu_memory_utilization cpu_cache_gib check_weights "
     "engine_options",
     "actor": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch",

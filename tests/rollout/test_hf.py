@@ -49,6 +49,7 @@ from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, PADDED
 # One token (nothing is left for the shared prefill), equal lengths, and one far longer than the sliding window.
 PROMPTS = [[5], [7, 8], [1, 2], [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110], [99, 3, 4]]
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+IN_BFLOAT16 = RolloutConfig(dtype="bfloat16")
 
 
 def make_generator(path: Path, batch_size: int = 64) -> HFGenerator:
@@ -540,6 +541,45 @@ def generate_on_two(rank: int, path: Path, expected: Path) -> None:
     for batch in shared:
         inferred = engine.infer(batch, ("logprob",))["logprob"]
         torch.testing.assert_close(batch.rollout_logprob_T, inferred, rtol=0, atol=1e-4)
+    before = [x.full_tensor() for x in engine.model.parameters()]
+    narrow = build_rollout(engine, load_tokenizer(path), IN_BFLOAT16, 64)
+    (group,) = narrow.generate([PROMPTS[3]], SamplingParams(max_new_tokens=8))
+    batch = to_batch([PROMPTS[3]], [group])
+    distance = (batch.rollout_logprob_T - engine.infer(batch, ("logprob",))["logprob"]).abs().max()
+    assert distance > 1e-4
+    assert all(torch.equal(x.full_tensor(), old) for x, old in zip(engine.model.parameters(), before, strict=True))
+
+
+def test_a_policy_in_float32_samples_in_bfloat16(tiny_model):
+    """Samples are those of a policy that computes in bfloat16. Weights and log-probabilities stay as they were."""
+    path, params = tiny_model("qwen2-tied"), SamplingParams(n=3, max_new_tokens=9)
+    engine, narrow = (
+        FSDPEngine(str(path), EngineConfig(max_tokens=64, compute_dtype=dtype)).initialize()
+        for dtype in ("float32", "bfloat16")
+    )
+    before = {name: (x.data_ptr(), x.clone()) for name, x in engine.model.named_parameters()}
+    seeds = sample_seeds(0, 1, range(len(PROMPTS)), params.n)
+    groups = build_rollout(engine, load_tokenizer(path), IN_BFLOAT16, 64).generate(PROMPTS, params, seeds)
+    assert groups == of_engine(narrow).generate(PROMPTS, params, seeds)
+    for name, parameter in engine.model.named_parameters():
+        assert parameter.data_ptr() == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    batch = to_batch(PROMPTS, groups)
+    inferred = engine.infer(batch, ("logprob",))["logprob"]
+    expected = log_softmax(path, PROMPTS[0] + groups[0][0].token_ids, 1.0)
+    wanted = expected[torch.arange(9), torch.tensor(groups[0][0].token_ids)]
+    own = inferred[batch.loss_mask_T.bool()][:9]
+    torch.testing.assert_close(own, wanted, rtol=0, atol=1e-4)
+    assert not torch.allclose(torch.tensor(groups[0][0].logprobs), wanted, rtol=0, atol=1e-4)  # 8 bits, not 24
+
+
+def test_hf_takes_no_wider_dtype_than_the_policy(tiny_model):
+    path = tiny_model("llama")
+    engine = FSDPEngine(str(path), EngineConfig(max_tokens=64, compute_dtype="bfloat16")).initialize()
+    with pytest.raises(
+        ValueError, match=r"rollout\.dtype is float32, but hf samples .* compute_dtype, bfloat16: leave"
+    ):
+        build_rollout(engine, load_tokenizer(path), RolloutConfig(dtype="float32"), 64)
 
 
 @pytest.mark.dist

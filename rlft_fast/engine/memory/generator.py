@@ -37,8 +37,9 @@ class GeneratorMemory:
         config = config.for_device(device_type)
         self.config, self.rollout, vllm = config, config.rollout, config.rollout.vllm
         self.model, self.world_size = model, world_size
-        self.width = getattr(torch, config.actor.compute_dtype).itemsize
-        self.whole_weights = self.width * local_numel(model.parameters(), 1)
+        dtype, numel = config.rollout.dtype_beside(config.actor.compute_dtype), local_numel(model.parameters(), 1)
+        self.width = getattr(torch, dtype).itemsize
+        self.whole_weights = self.width * numel
         self.wrapped = is_wrapped(config.actor, world_size)
         self.in_vllm = self.rollout.backend == "vllm"
         self.on_gpu = device_type == "cuda"
@@ -47,8 +48,10 @@ class GeneratorMemory:
         self.asleep_bytes = self.awake_bytes = self.loading_bytes = self.beside_policy_bytes = 0
         has_servers = self.rollout.servers or (config.cluster is not None and config.cluster.generators is not None)
         if not self.in_vllm:
-            is_copied = self.wrapped or config.actor.compute_dtype != config.actor.param_dtype
-            self.beside_policy_bytes = is_copied * self.whole_weights + self._cache_bytes() + self._logits_bytes()
+            gathered = self.wrapped * numel * getattr(torch, config.actor.compute_dtype).itemsize
+            held = config.actor.compute_dtype if self.wrapped else config.actor.param_dtype
+            copies = gathered + (dtype != held) * self.whole_weights
+            self.beside_policy_bytes = copies + self._cache_bytes() + self._logits_bytes()
         elif has_servers:  # none of it is this process's
             pass
         elif not self.on_gpu:  # vLLM never sleeps on a CPU

@@ -17,6 +17,7 @@ from rlft_fast.engine.sharding.build import (
     state_bytes,
 )
 from rlft_fast.engine.sharding.mesh import device_memory, host_memory, resolve_shard_size, shard_numel
+from rlft_fast.engine.sharding.narrow import narrowed
 from rlft_fast.engine.sharding.wrap import (
     decoder_blocks,
     describe_units,
@@ -42,6 +43,7 @@ __all__ = [
     "host_memory",
     "is_wrapped",
     "move_gradients",
+    "narrowed",
     "prepare_blocks",
     "reduce_gradients",
     "require_own_numbers",

@@ -8,8 +8,9 @@ but for `reduce_every_micro_batch` of bfloat16 weights, which FSDP adds up in bf
 FSDP copies every weight and gradient several times, also where it has only one process.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -99,3 +100,21 @@ def _standing_in(weights: NarrowWeights, model: nn.Module, method: Callable[...,
 def narrow_weights(model: nn.Module) -> NarrowWeights | None:
     """What `narrow` has made for this model."""
     return _narrow.get(model)
+
+
+@contextlib.contextmanager
+def narrowed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the data of each parameter is a copy in another dtype, unless `narrow` makes such copies anyway.
+
+    Args:
+        model: whole on this rank, and run without gradients inside.
+        dtype: of the copies.
+    """
+    own = {} if model in _narrow else {x: x.data for x in model.parameters() if x.dtype != dtype}
+    try:
+        for parameter, data in own.items():
+            parameter.data = data.to(dtype)
+        yield
+    finally:
+        for parameter, data in own.items():
+            parameter.data = data

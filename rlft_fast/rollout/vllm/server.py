@@ -229,7 +229,7 @@ class VLLMServer:
         if dtype not in ("auto", facts.dtype):
             self._refuse(
                 f"computes in {facts.dtype}, and the run in {dtype} (if one of both has a GPU and the other "
-                "has none, name actor.compute_dtype in the file)"
+                "has none, name rollout.dtype in the file)"
             )
         if has_stop_texts and not facts.has_tokenizer:
             self._refuse("has no tokenizer, without which it would not see rollout.stop")

@@ -176,6 +176,20 @@ def test_what_generate_takes(has_turns, tmp_path):
     assert measured < planned < 1.25 * measured
 
 
+def test_samples_of_a_narrower_dtype_need_a_copy_of_the_weights(tmp_path):
+    path = save_model(tmp_path, width=64)
+    model, sizes = load_policy(path), {"rollout__prompts_per_step": 4, "rollout__batch_size": 1}
+    weights = num_bytes(model.parameters())
+
+    def planned(dtype: str, world_size: int) -> int:
+        config = toy_config(path, tmp_path, **sizes, actor__compute_dtype="float32", rollout__dtype=dtype)
+        return GeneratorMemory(config, model, world_size, GIB, "cpu").beside_policy_bytes
+
+    cache = planned("float32", 1) - 3 * 4 * model.head.weight.shape[0]
+    assert planned("bfloat16", 1) - planned("float32", 1) == weights // 2 - cache // 2
+    assert [planned(dtype, 2) - planned(dtype, 1) for dtype in ("float32", "bfloat16")] == [weights, weights]
+
+
 @pytest.mark.slow
 def test_share_of_vllm(config_of):
     """It sleeps while the policy learns; a process with GPUs of its own takes nothing; on a CPU it never sleeps."""
