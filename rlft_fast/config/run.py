@@ -232,7 +232,6 @@ class Config(RunConfig):
             "a reward model": (bool(self.reward.model_parts), "it scores in the process that trains"),
             "algorithm.max_refills": (self.algorithm.max_refills > 0, "the number of prompts of a step is not known "
                                       "before it is sampled"),
-            "algorithm.curriculum": (self.algorithm.curriculum > 0, "it draws by the rewards of the step before"),
         }  # fmt: skip
         for name, (is_set, why) in refused.items():
             if is_set:

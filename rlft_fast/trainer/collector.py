@@ -70,21 +70,25 @@ class Collector:
         self.curriculum = curriculum
         self.models, self.phases = models, phases
 
-    def collect(self, step: int, first_prompt: int) -> Collected:
+    def collect(self, step: int, first_prompt: int | None) -> Collected:
         """The prompts of a step and their samples; more prompts are added while too few have a signal.
 
         Steps take the stream of prompts without gaps, so that each pass over the data has every prompt once.
 
         Args:
             step: counts from 0; it decides every random draw.
-            first_prompt: number of prompts of the stream that the steps before have taken.
+            first_prompt: number of prompts of the stream that the steps before have taken; None: the step's prompts are
+                planned, and none are added.
         """
         algorithm, count = self.config.algorithm, self.config.rollout.prompts_per_step
         rows: list[int] = []
         num_streamed = 0
         samples: Samples | None = None
         for _ in range(1 + algorithm.max_refills):
-            more, num_new = self.curriculum.choose(step, first_prompt + num_streamed, rows)
+            if first_prompt is None:
+                more, num_new = self.curriculum.planned(step)
+            else:
+                more, num_new = self.curriculum.choose(step, first_prompt + num_streamed, rows)
             found = self._rollout(self.prompts.select(more), step, len(rows))
             found = found.replace(row_B=found.row_B + len(rows))
             samples = found if samples is None else cat_samples([samples, found])
@@ -92,33 +96,30 @@ class Collector:
             if not algorithm.max_refills or len(self.rows_with_signal(samples)) >= count:
                 break
         assert samples is not None
-        self.curriculum.learn(rows, samples)
         prompts = self.prompts.select(rows)
         greedy_G = self.greedy(prompts).reward_B if self.needs_greedy else None
         return Collected(rows, prompts, num_streamed, samples, greedy_G)
 
-    def collect_group(self, step: int, first_prompt: int, place: int) -> Collected:
+    def collect_group(self, step: int, place: int) -> Collected:
         """The samples of one prompt of a step without refills; `joined` makes the step of all.
 
         Args:
-            step: see `collect`.
-            first_prompt: see `collect`.
+            step: see `collect`; its prompts are planned.
             place: of the prompt among the prompts of the step.
         """
-        rows = self.curriculum.choose(step, first_prompt).rows[place : place + 1]
+        rows = self.curriculum.planned(step).rows[place : place + 1]
         prompts = self.prompts.select(rows)
         samples = self._rollout(prompts, step, place)
         return Collected(rows, prompts, 1, samples, self.greedy(prompts).reward_B if self.needs_greedy else None)
 
-    def joined(self, step: int, first_prompt: int, groups: Sequence[Collected]) -> Collected:
+    def joined(self, step: int, groups: Sequence[Collected]) -> Collected:
         """What `collect` gives, of each prompt's own, in the order of the prompts.
 
         Args:
-            step: see `collect`.
-            first_prompt: see `collect`.
+            step: see `collect_group`.
             groups: of `collect_group`.
         """
-        rows, num_streamed = self.curriculum.choose(step, first_prompt)
+        rows, num_streamed = self.curriculum.planned(step)
         samples = [own.samples.replace(row_B=own.samples.row_B + place) for place, own in enumerate(groups)]
         greedy = [own.greedy_G for own in groups if own.greedy_G is not None]
         seconds: dict[str, float] = {}
@@ -127,18 +128,15 @@ class Collector:
         greedy_G = torch.cat(greedy) if greedy else None
         return Collected(rows, self.prompts.select(rows), num_streamed, cat_samples(samples), greedy_G, seconds)
 
-    def of_tensors(
-        self, step: int, first_prompt: int, tensors: Mapping[str, Tensor], place: int | None = None
-    ) -> Collected | None:
-        """The samples from what a checkpoint has of them; None if they answer other prompts than the data's.
+    def of_tensors(self, step: int, tensors: Mapping[str, Tensor], place: int | None = None) -> Collected | None:
+        """The samples from what a checkpoint has of them; None if they answer other prompts than are planned.
 
         Args:
-            step: see `collect`.
-            first_prompt: see `collect`.
+            step: see `collect_group`.
             tensors: see `Collected.tensors`.
             place: see `collect_group`; None: of the whole step.
         """
-        rows, num_streamed = self.curriculum.choose(step, first_prompt)
+        rows, num_streamed = self.curriculum.planned(step)
         if place is not None:
             rows, num_streamed = rows[place : place + 1], 1
         prompts = self.prompts.select(rows)
@@ -156,7 +154,6 @@ class Collector:
         if max(rows) >= len(self.prompts) or not torch.equal(_ids(self.prompts.select(rows)), tensors[_PROMPTS]):
             raise ValueError("the samples answer other prompts than the data has: give the data of the run")
         samples = Samples.of_tensors(tensors)
-        self.curriculum.learn(rows, samples)
         return Collected(rows, self.prompts.select(rows), int(tensors[_STREAMED]), samples, tensors.get(_GREEDY))
 
     def rows_with_signal(self, scored: Samples) -> list[int]:

@@ -25,13 +25,20 @@ class Chosen(NamedTuple):
     """How many come from the stream."""
 
 
+class _Planned(NamedTuple):
+    first_prompt: int
+    chosen: Chosen
+
+
 class Curriculum:
     """Draws a share of the prompts by the running variance of their rewards: p(1-p) of the pass rate p.
 
     The variance is "learnability" (arXiv 2502.12272). Each new group of a prompt halves the weight of the prompt's
     earlier groups. A prompt whose rewards were all equal has the variance 0: it comes back with the stream.
 
-    Choices depend on the seed, the step and the rewards of the steps before, and are the same on every rank.
+    Choices depend on the seed, the step and the rewards of the steps before, and are the same on every rank. With
+    ``rollout.max_staleness: S``, `plan` chooses for a step when it is S updates away: by the rewards of all steps that
+    are more than S before it, never by what time has brought.
 
     Args:
         prompts: to learn from, in N rows.
@@ -41,11 +48,32 @@ class Curriculum:
     def __init__(self, prompts: Prompts, config: Config) -> None:
         self.prompts, self.config = prompts, config
         self.share = config.algorithm.curriculum
+        self._plan: dict[int, _Planned] = {}  # by step; threads read it
         self.forget()
 
     def forget(self) -> None:
-        """Starts without estimates."""
+        """Starts without estimates and plan."""
+        self._plan = {}
         self.count_N, self.mean_N, self.squares_N = np.zeros((3, len(self.prompts)))
+
+    def plan(self, first_step: int, first_prompt: int, last_step: int) -> None:
+        """Chooses for the steps that have no choice yet, by the rewards of now.
+
+        Args:
+            first_step: the next to be trained. The plan of earlier steps is forgotten.
+            first_prompt: number of prompts of the stream that the steps before it have taken.
+            last_step: the last to be chosen for.
+        """
+        plan = {step: planned for step, planned in self._plan.items() if step >= first_step}
+        for step in range(first_step, last_step + 1):
+            if step not in plan:
+                plan[step] = _Planned(first_prompt, self.choose(step, first_prompt))
+            first_prompt = plan[step].first_prompt + plan[step].chosen.num_streamed
+        self._plan = plan
+
+    def planned(self, step: int) -> Chosen:
+        """What `plan` has chosen for a step."""
+        return self._plan[step].chosen
 
     def choose(self, step: int, first_prompt: int, taken: Sequence[int] = ()) -> Chosen:
         """``prompts_per_step`` prompts.
@@ -91,10 +119,12 @@ class Curriculum:
         return {"pass_rate_estimate": float(self.mean_N[seen_N].mean())} if seen_N.any() else {}
 
     def state(self) -> dict[str, Any]:
-        """The estimates of the prompts seen so far, as JSON."""
+        """The estimates of the prompts seen so far, and the plan where prompts are drawn, as JSON."""
         (rows,) = self.count_N.nonzero()
         columns = {"count": self.count_N, "mean": self.mean_N, "squares": self.squares_N}
-        return {"row": rows.tolist()} | {name: column_N[rows].tolist() for name, column_N in columns.items()}
+        plan = [[step, planned.first_prompt, *planned.chosen] for step, planned in self._plan.items() if self.share]
+        estimates = {name: column_N[rows].tolist() for name, column_N in columns.items()}
+        return {"row": rows.tolist(), **estimates} | ({"plan": plan} if plan else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Takes what `state` gave; {}: there are no estimates yet.
@@ -105,9 +135,12 @@ class Curriculum:
         self.forget()
         if not (self.share and (rows := state.get("row"))):
             return
-        if rows[-1] >= len(self.prompts):
+        if self.config.rollout.max_staleness:
+            self._plan = {step: _Planned(first, Chosen(own, num)) for step, first, own, num in state.get("plan", ())}
+        highest = max(rows[-1], *(row for planned in self._plan.values() for row in planned.chosen.rows), 0)
+        if highest >= len(self.prompts):
             raise ValueError(
-                f"the checkpoint has the rewards of row {rows[-1]} of the training data, which now has "
+                f"the checkpoint has the rewards of row {highest} of the training data, which now has "
                 f"{len(self.prompts)} rows: give the data that the run had, or set algorithm.curriculum to 0"
             )
         self.count_N[rows], self.mean_N[rows], self.squares_N[rows] = (

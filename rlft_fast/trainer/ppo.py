@@ -170,6 +170,9 @@ class PPOTrainer:
             collected = self.collector.again(read_rollout(self.replay, step + 1))
         else:
             collected = self._take(step, first_prompt) if staleness else self._collect(step, first_prompt)
+        self.curriculum.learn(collected.rows, collected.samples)
+        if staleness and self.replay is None:
+            self.curriculum.plan(step + 1, first_prompt + collected.num_streamed, step + 1 + staleness)
         prompts, scored, greedy = collected.prompts, collected.samples, collected.greedy_G
         with_signal = self.collector.rows_with_signal(scored)
         samples = self.collector.penalize_length(scored)
@@ -205,7 +208,7 @@ class PPOTrainer:
         assert self.overlap.schedule.trained == step
         with self.phases.timed("wait"), _leaving_together(self.world):
             groups = self.overlap.take()
-        collected = self.collector.joined(step, first_prompt, groups) if self._is_in_flight else groups[0]
+        collected = self.collector.joined(step, groups) if self._is_in_flight else groups[0]
         for name, seconds in collected.seconds.items():
             self.phases.seconds[name] = seconds
         return collected
@@ -223,24 +226,22 @@ class PPOTrainer:
         if self._is_in_flight:
             num_groups, num_threads = count, min(count * (1 + self.config.rollout.max_staleness), _MOST_GROUPS)
             rollout.joined.gather_s = _GATHER_S
-        number = lambda step: first_prompt + (step - first_step) * count  # noqa: E731
+        kept = _by_group(self._kept)
+        last_step = first_step + self.config.rollout.max_staleness
+        self.curriculum.plan(first_step, first_prompt, max((last_step, *(group // num_groups for group in kept))))
 
         def collect(group: int) -> Collected:
             step, place = divmod(group, num_groups)
             collector = self._collector(Phases(self.world, elsewhere=TotalUsage))  # memory is measured here
-            collected = (
-                collector.collect_group(step, number(step), place)
-                if self._is_in_flight
-                else collector.collect(step, number(step))
-            )
+            collected = collector.collect_group(step, place) if self._is_in_flight else collector.collect(step, None)
             return collected._replace(seconds=collector.phases.seconds)
 
         def known(group: int, tensors: dict[str, Tensor]) -> Collected | None:
             step, place = divmod(group, num_groups)
-            return self.collector.of_tensors(step, number(step), tensors, place if self._is_in_flight else None)
+            return self.collector.of_tensors(step, tensors, place if self._is_in_flight else None)
 
-        kept = {group: known(group, own) for group, own in _by_group(self._kept).items()}
-        ready = {group: collected for group, collected in kept.items() if collected is not None}
+        found = {group: known(group, own) for group, own in kept.items()}
+        ready = {group: collected for group, collected in found.items() if collected is not None}
         self._kept = {}
         schedule = Schedule(
             self.config.rollout.max_staleness, self.config.steps, first_step, ready, num_groups,

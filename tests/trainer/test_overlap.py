@@ -11,9 +11,13 @@ import yaml
 import rlft_fast.trainer.models
 import rlft_fast.trainer.overlap
 from rlft_fast.config import Config
+from rlft_fast.data import Samples
+from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import RolloutError, build_rollout
-from rlft_fast.run import read_timeline
+from rlft_fast.run import read_rollout, read_timeline
 from rlft_fast.trainer import train
+from rlft_fast.trainer.curriculum import Curriculum
+from rlft_fast.trainer.inputs import load_training
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.overlap import Overlap
 from rlft_fast.trainer.schedule import Schedule
@@ -163,6 +167,59 @@ def test_a_replay_that_cannot_be_is_refused(overlapped, tiny_model, tmp_path):
         train(make(steps=2), replay=run)
 
 
+CURRICULUM = {
+    "algorithm__curriculum": 0.5, "rollout__samples_per_prompt": 4, "log_samples": True, "steps": 5,
+}  # fmt: skip
+
+
+def draws(run: Path, max_staleness: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The rows that each step asked, and those of a curriculum that knows all steps more than S before it."""
+    config = Config.parse(yaml.safe_load((run / "config.yaml").read_text()))
+    prompts = load_training(config, load_tokenizer(config.model), None)
+    asked, expected, first_prompt = [], [], 0
+    for step in range(config.steps):
+        curriculum = Curriculum(prompts, config)
+        for known in range(step - max_staleness):
+            kept = read_rollout(run, known + 1)
+            curriculum.learn(kept["prompt_rows"].tolist(), Samples.of_tensors(kept))
+        chosen = curriculum.choose(step, first_prompt)
+        expected.append(chosen.rows)
+        kept = read_rollout(run, step + 1)
+        assert kept["num_streamed"] == chosen.num_streamed
+        asked.append(kept["prompt_rows"].tolist())
+        first_prompt += chosen.num_streamed
+    return asked, expected
+
+
+@pytest.mark.parametrize("update", ["drain", pytest.param("in-flight", marks=pytest.mark.slow)])
+def test_a_curriculum_draws_by_the_rewards_that_every_schedule_knows(update, overlapped, copied, tiny_model, tmp_path):
+    """Of all steps more than S before, whatever the latencies, and also after a stop."""
+    changes = {**CURRICULUM, **APART, "rollout__update": update}
+    whole = overlapped("whole", 2, **changes)
+    asked, expected = draws(whole, 2)
+    assert asked == expected
+    shares = [row["drawn_again_share"] for row in read_lines(whole / "metrics.jsonl")]
+    assert shares[:3] == [0, 0, 0]
+    assert max(shares[3:]) > 0
+    slow = lambda number: (0.0, 0.03, 0.08)[number % 3]  # noqa: E731
+
+    def stopping(number: int) -> float:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return slow(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        overlapped("cut", 2, stopping, **changes)
+    cut = tmp_path / "cut/run"
+    assert 0 < len(read_lines(cut / "metrics.jsonl")) < 5
+    copied(slow)
+    train(toy_config(tiny_model("llama"), tmp_path / "cut", rollout__max_staleness=2, **changes), resume=True)
+    asked_after, expected = draws(cut, 2)
+    assert asked_after == expected
+    if update == "drain":
+        assert comparable(cut) == comparable(whole)
+
+
 def failing(*numbers: int):
     def seconds(number: int) -> float:
         if number in numbers:
@@ -219,7 +276,6 @@ def test_a_stuck_generator_ends_the_run(overlapped, tmp_path, monkeypatch):
     [
         ({"rollout__backend": "hf"}, "hf generates in the process that trains: set backend to vllm"),
         ({"rollout__vllm": {}}, "vllm generates in the process that trains: set backend to vllm with vllm.process"),
-        ({"algorithm__curriculum": 0.5}, "cannot go with algorithm.curriculum: it draws by the rewards"),
         ({"algorithm__max_refills": 1, "algorithm__skip_equal_groups": True}, "cannot go with algorithm.max_refills"),
         ({"reward__model": "somewhere"}, "cannot go with a reward model"),
         ({"cluster": {}}, "cannot go with a cluster section"),
