@@ -1,5 +1,6 @@
 """Functions in worker processes: a failure costs its own sample, and all other samples have rewards."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlft_fast.rewards import IsolatedReward
+from rlft_fast.rewards.isolated import _is_answer
 from rlft_fast.rewards.scoring import FAILED
 
 HERE = Path(__file__).parent / "misbehaving.py"
@@ -126,6 +128,7 @@ def test_processes_in_sessions_of_their_own_end_with_their_worker(what, isolated
 TRAINER = """
 import sys
 from rlft_fast.rewards import IsolatedReward
+from rlft_fast.rewards.isolated import _is_answer
 if __name__ == "__main__":
     reward = IsolatedReward(sys.argv[1], timeout_s=100.0)
     print(reward(prompts=["p"], completions=[sys.argv[2]], completion_ids=[[1, 2]], answer=[5]), flush=True)
@@ -200,17 +203,18 @@ def is_running(pid: int) -> bool:
 
 
 def test_what_is_no_answer_costs_its_sample_alone(isolated):
-    """Messages behind their length: a list, no JSON, and answers that no worker gives. The header of one of 2 GB."""
-    texts = [
-        "\0\0\0\2[]", "\0\0\0\2zz", "\0\0\0\17" + '{"reward": NaN}', "\0\0\0\21" + '{"reward": 1e300}',
-        "\0\0\0\17" + '{"reward": "1"}', "\0\0\0\16" + '{"failure": 1}', "\0\0\x7f\x7f" + "[" * 0x7F7F,
-        "\x7f\x7f\x7f\x7f",
-    ]  # fmt: skip
+    """Messages behind their length: an answer that no worker gives, no JSON, and the header of a message of 2 GB."""
     reward = isolated("scribble", timeout_s=5.0)
-    for text in texts:
+    for text in ("\0\0\0\17" + '{"reward": NaN}', "\0\0\x7f\x7f" + "[" * 0x7F7F, "\x7f\x7f\x7f\x7f"):
         with pytest.warns(UserWarning, match="it wrote something that is no answer"):
             assert ask(reward, [text]) == [FAILED]
     assert ask(reward, [""]) == [1.0]
+
+
+def test_only_what_a_worker_gives_is_an_answer():
+    refused = ("[]", '{"reward": NaN}', '{"reward": 1e300}', '{"reward": "1"}', '{"failure": 1}', '{"other": 1}')
+    assert [_is_answer(json.loads(text)) for text in refused] == [False] * 6
+    assert [_is_answer(answer) for answer in ({}, {"reward": None}, {"reward": 0.5}, {"failure": "it"})] == [True] * 4
 
 
 def test_an_answer_that_stays_incomplete_costs_its_sample_alone(isolated):

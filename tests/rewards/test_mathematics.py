@@ -33,7 +33,8 @@ def test_math_verify():
         (r"\boxed{3}", "", None),
         (r"\boxed{3}", None, None),
         (r"\boxed{3}", math.nan, None),
-        (r"\boxed{10^{10^{10}}}", "3", 0.0),  # would never end; math-verify stops it after 5 seconds
+        # Would never end; math-verify stops it after 5 seconds.
+        pytest.param(r"\boxed{10^{10^{10}}}", "3", 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_math_verify_reads_what_models_write(completion, answer, expected):

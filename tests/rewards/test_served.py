@@ -1,5 +1,6 @@
 """A reward server: what it is sent, the forms of its answers, and failures, which cost their samples alone."""
 
+import contextlib
 import json
 import threading
 import time
@@ -32,8 +33,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if status == 302:
             self.send_header("Location", "/other")
-        self.end_headers()
-        self.wfile.write(answer.encode())
+        with contextlib.suppress(ConnectionError):  # who asked has heard enough, or waits no longer
+            self.end_headers()
+            self.wfile.write(answer.encode())
 
     def log_message(self, *_: object) -> None:
         pass

@@ -120,9 +120,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
     rows += [{"prompt": word, "first": word[0], "environment": "echo"} for word in ("star", "rain")]
     kinds = {"letters": {"name": f"{HERE}:Letters"}, "echo": {"name": f"{HERE}:Echo", "max_turns": 2}}
     path = write_rows(tmp_path / "mixed.jsonl", rows)
-    changes = {"environment": None, "environments": kinds, "data__path": str(path)}
+    changes = {"environment": None, "environments": kinds, "data__path": str(path), "steps": 2}
     train(config("whole", **changes))
-    train(config("cut", steps=1, **changes))
+    train(config("cut", **changes | {"steps": 1}))
     train(config("cut", **changes), resume=True)
     assert comparable(tmp_path / "cut") == comparable(tmp_path / "whole")
     for line in read_lines(tmp_path / "whole" / "metrics.jsonl"):
