@@ -80,7 +80,7 @@ def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Makes most variants of a test marked ``thin`` slow. Applies ``--thin`` to what marks and names have selected.
+    """Makes most variants of a test marked ``thin`` slow and long. Applies ``--thin`` to what is selected.
 
     Orders the files for the processes of xdist, which keeps the order with ``--no-loadscope-reorder``.
     """
@@ -93,6 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in of_n:
             if item not in kept:
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.long)
     yield
     if n := config.getoption("thin"):
         kept = set(spread([item for item in items if not item.get_closest_marker("long")], n))

@@ -60,9 +60,9 @@ CLUSTER = ("rlft_fast/cluster", "tests/cluster")
 # In the order of .ci/run.
 SUITES: dict[str, Suite] = {
     "cuda": Suite(("csrc", "tests/test_build.py")),
-    "sanitize": Suite((*OPS, "tests/data"), "THIN=6"),
-    "emulate": Suite((*OPS, "tests/cuda_emulator"), "THIN=6"),
-    "test-oldest": Suite((*OPS, *MODELS, *ENGINE, *(f"rlft_fast/rollout/{x}.py" for x in HF)), "THIN=8"),
+    "sanitize": Suite((*OPS, "tests/data"), "THIN=12"),
+    "emulate": Suite((*OPS, "tests/cuda_emulator"), "THIN=12"),
+    "test-oldest": Suite((*OPS, *MODELS, *ENGINE, *(f"rlft_fast/rollout/{x}.py" for x in HF)), "THIN=16"),
     "test-slow": Suite(
         (*MODELS, *ENGINE, *TRAINER, *RL, *COMMANDS, *PAGES, "benchmarks", "tests/benchmarks"), "THIN=100"
     ),
@@ -70,7 +70,7 @@ SUITES: dict[str, Suite] = {
     "test-peers": Suite(
         (*RL, "rlft_fast/integrations", "rlft_fast/envs", "rlft_fast/run/trackers.py", "rlft_fast/run/store.py",
          "tests/envs", "tests/run/test_s3.py", "tests/run/test_trackers.py", "requirements-peers.txt", *PEERS),
-        "THIN=2",
+        "THIN=4",
     ),
     "test-vllm": Suite((*ROLLOUT, *CLUSTER), "THIN=2"),
     "test-ray": Suite((*ROLLOUT, *CLUSTER), "THIN=2 RLFT_KILLS=1"),

@@ -121,16 +121,17 @@ def test_its_last_line_says_where_the_results_are(tiny_model, tmp_path, monkeypa
 
 
 # The first of the demo's 28 steps; README tells what each seed reaches in all. Other processors round differently and
-# so sample differently: a broken loop stays near 0.27, and that is what 8 steps have to notice.
+# so sample differently: a broken loop stays near 0.27, and that is what 8 steps have to notice. The notebook's test
+# takes a single step with this model.
 @pytest.mark.first
 @pytest.mark.slow  # minutes: it trains 135 million parameters
-@pytest.mark.parametrize(("steps", "gain"), [(1, -0.1), pytest.param(8, 0.30, marks=pytest.mark.long)])
-def test_demo_learns_and_exports(steps, gain, tmp_path):
-    command = [sys.executable, "-m", "rlft_fast", "demo", "--output", tmp_path / "run", "--steps", str(steps)]
+@pytest.mark.long
+def test_demo_learns_and_exports(tmp_path):
+    command = [sys.executable, "-m", "rlft_fast", "demo", "--output", tmp_path / "run", "--steps", "8"]
     # In bfloat16, which a CPU with AMX takes, the greedy answers to 3 of 128 problems differ from those in float32.
     subprocess.run(command, check=True, env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"})
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["accuracy_after"] - summary["accuracy_before"] >= gain
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.30
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left >= {"config.yaml", "metrics.jsonl", "samples.jsonl", "curve.png", "summary.json", "checkpoints", "hf"}
     accuracy = plain_transformers_accuracy(tmp_path / "run" / "hf", tmp_path / "run" / "data" / "held_out.jsonl")

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 # A server that has imported the slow packages forks the processes: imports take seconds. A machine with a GPU spawns
 # them, because an import may initialise CUDA, and a fork of such a process cannot use the GPU.
-_START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
+START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
 # Modules and not packages, which import their names on first use.
 PRELOADED = ["pytest", "hypothesis", "peft", "tests.support.tiny_models", "rlft_fast.trainer.launch"]
 multiprocessing.set_forkserver_preload(PRELOADED)
@@ -33,7 +33,7 @@ def run_distributed(function: Callable[..., None], world_size: int, *args: objec
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         arguments = world_size, store, function, args
-        mp.start_processes(_worker, arguments, nprocs=world_size, start_method=_START_METHOD)
+        mp.start_processes(_worker, arguments, nprocs=world_size, start_method=START_METHOD)
 
 
 def _worker(rank: int, world_size: int, store: Path, function: Callable[..., None], args: tuple) -> None:

@@ -245,7 +245,10 @@ def test_fused_forward_allocates_no_logits(backend):
     assert 0 < max(event.cpu_memory_usage for event in profiler.events()) < 4 * 67 * 1024  # half a tile
 
 
-@pytest.fixture(scope="module", params=[80, 86, 90, 100, 120])
+OTHERS = [pytest.param(capability, marks=pytest.mark.long) for capability in (80, 86, 100, 120)]
+
+
+@pytest.fixture(scope="module", params=[90, *OTHERS])
 def binaries(request) -> list[dict[str, Any]]:
     """Of every kernel for one compute capability. The interpreter does not see what a compiler refuses, or spills."""
     pytest.importorskip("triton")

@@ -96,10 +96,10 @@ def check_bits(engine: FSDPEngine, rollout: Rollout) -> None:
         assert torch.equal(received[name][: len(weight)], weight), name  # vLLM pads the vocabulary
 
 
-def colocated(rank: int, folder: Path) -> None:
+def colocated(rank: int, folder: Path, names: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     share = [PROMPTS[:4], PROMPTS[4:]][rank]
-    for name in ("llama", "qwen2-tied"):
+    for name in names:
         engine = make_engine(folder / name)
         with pytest.raises(ValueError, match=r"max_num_batch_tokens, which vLLM .* did you mean max_num_batched_"):
             make_rollout(engine, engine_options={"max_num_batch_tokens": 512})
@@ -206,10 +206,11 @@ def check_restart(engine: FSDPEngine, rollout: Rollout, rank: int, share: list[l
 
 @pytest.mark.dist
 @needs_vllm
-def test_colocated_on_two_processes(tmp_path):
-    for name in ("llama", "qwen2-tied"):
+@pytest.mark.parametrize("names", [("llama",), pytest.param(("llama", "qwen2-tied"), marks=pytest.mark.long)])
+def test_colocated_on_two_processes(names, tmp_path):
+    for name in names:
         save_tiny_model(name, tmp_path / name, **HEADS)
-    run_distributed(colocated, 2, tmp_path)
+    run_distributed(colocated, 2, tmp_path, names)
 
 
 def bit_for_bit(rank: int, folder: Path) -> None:
@@ -217,7 +218,7 @@ def bit_for_bit(rank: int, folder: Path) -> None:
     import vllm._custom_ops
 
     vllm._custom_ops._supports_onednn = False  # its packed weights cannot be read back
-    for name, config in (("llama", {}), ("llama", {"lora": {"rank": 4, "alpha": 8}}), ("qwen2-tied", {})):
+    for name, config in (("llama", {"lora": {"rank": 4, "alpha": 8}}), ("qwen2-tied", {})):
         engine = make_engine(folder / name, **config)
         rollout = make_rollout(engine)
         for seed in range(2):
@@ -230,7 +231,7 @@ def bit_for_bit(rank: int, folder: Path) -> None:
 
 
 @needs_vllm
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_weights_arrive_bit_for_bit(world_size, tmp_path):
     for name in ("llama", "qwen2-tied"):
         save_tiny_model(name, tmp_path / name, **HEADS | {"attention_bias": False})
@@ -311,7 +312,7 @@ def experts(rank: int, path: Path, process: str) -> None:
 
 @pytest.mark.dist
 @needs_vllm
-@pytest.mark.parametrize("process", ["colocated", "separate"])
+@pytest.mark.parametrize("process", [pytest.param("colocated", marks=pytest.mark.long), "separate"])
 def test_experts_on_two_processes(process, tmp_path):
     """A layer's are one tensor of the policy, a few for each in its checkpoint, and packed by vLLM."""
     run_distributed(
@@ -329,6 +330,7 @@ def learn(rank: int, model: Path, folder: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.long
 @needs_vllm
 def test_a_run_learns(tmp_path):
     model = save_tiny_model("llama", tmp_path / "model", **HEADS)

@@ -250,7 +250,7 @@ def test_a_lost_server_loses_no_sample(served):
     run_distributed(two_ranks, 2, served.model, served.urls)  # with the new servers
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_run(max_staleness, served, tmp_path):
     """Two processes of torchrun, and one that trains beside the sampling; the servers are named in a file."""
     names = tmp_path / "servers"

@@ -167,7 +167,11 @@ IN_FLIGHT = {"rollout__max_staleness": 2, "rollout__update": "in-flight"}
 
 @needs_vllm
 @pytest.mark.parametrize(
-    "changes", [{"rollout__vllm": SMALL}, {"rollout__vllm": SMALL | {"process": "separate"}, **IN_FLIGHT}]
+    "changes",
+    [
+        pytest.param({"rollout__vllm": SMALL}, marks=pytest.mark.long),
+        {"rollout__vllm": SMALL | {"process": "separate"}, **IN_FLIGHT},
+    ],
 )
 def test_episodes_by_vllm(changes, config, tmp_path):
     """Its log-probabilities are as near to the policy's as those of single messages, where the policy has sampled."""

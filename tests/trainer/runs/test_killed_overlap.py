@@ -80,7 +80,7 @@ def kill_in_process_of_its_own(folder: Path, kind: str, num_kills: int, longest_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_kills", [10, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [4, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["copied", "in-flight"])
 def test_kills_at_random_moments(kind, num_kills, tmp_path):
     assert kill_in_process_of_its_own(tmp_path, kind, num_kills, 1.5).startswith(f"{num_kills} kills of ")

@@ -42,6 +42,7 @@ def test_the_uninterrupted_run_has_every_line_once(uninterrupted):
 
 
 @pytest.mark.slow
+@pytest.mark.long  # crash-test kills runs of two processes
 def test_killed(model, uninterrupted, tmp_path):
     config = write_config(model, tmp_path, OPTIONS | {"checkpoint__asynchronous": False})  # complete when step 4 begins
     (tmp_path / "strike").write_text(f"SIGKILL {IN_STEP_5} 0")

@@ -94,6 +94,7 @@ def test_killed_resumed_and_exported(name, options, world_size, tiny_model, tmp_
     check_export(whole / "run", tmp_path / "exported")
 
 
+@pytest.mark.long
 @needs_vllm
 def test_with_vllm(tmp_path):
     """vLLM's samples depend on how requests were batched, so that the steps are counted, not their numbers."""
