@@ -58,12 +58,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-ray install-peers install-oldest demo demo-tools methods test test-slow test-vllm test-ray test-peers test-oldest test-newest test-cpus crash-test crash-test-ray nightly lint
 .PHONY: cuda wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
-.PHONY: bench-host bench-integrations bench-learning docs clean
+.PHONY: bench-host bench-integrations bench-objectives bench-learning docs clean
 
 help:
 	@echo "make install | install-vllm | demo | demo-tools | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | test-newest | test-cpus | crash-test | crash-test-ray | nightly | lint"
 	@echo "     wheel | wheels | test-wheel | test-wheel-peers | cuda | sanitize | emulate | gpu-rehearsal"
-	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | bench-learning | methods"
+	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | bench-objectives | bench-learning | methods"
 	@echo "     docs | clean"
 
 install: $(BUILT)
@@ -317,6 +317,10 @@ bench-host: install
 # Forward and backward of TRL's trainers and of HF Trainer, with and without the fused head.
 bench-integrations: install
 	$(BIN)/python -m benchmarks.integrations.compare
+
+# A step of SFT, DPO and a reward model beside TRL's trainers, on the same rows.
+bench-objectives: install
+	$(BIN)/python -m benchmarks.objectives.compare
 
 # Time to accuracy beside TRL: hours. Finished legs are kept. With vLLM installed, its legs run, too.
 bench-learning: install

@@ -75,6 +75,11 @@ class Side:
         return statistics.median(self.seconds)
 
     @property
+    def median_cpu_s(self) -> float:
+        """Of the process's CPU seconds, which other processes of the machine change less than its seconds."""
+        return statistics.median(step["cpu_seconds"] for step in self.steps[1:])
+
+    @property
     def spread_s(self) -> float:
         return max(self.seconds) - min(self.seconds)
 
@@ -115,7 +120,7 @@ class Reporter:
         if not sys.stdin.readline():
             return False
         reset_peak()
-        self._start_s = time.perf_counter()
+        self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
         return True
 
     def finish(self, peak_bytes: float = 0, **facts: Any) -> None:
@@ -125,10 +130,10 @@ class Reporter:
             peak_bytes: the highest peak of a part of the step, if the step has restarted the peak for its parts.
             facts: what else is reported.
         """
-        seconds = time.perf_counter() - self._start_s
+        seconds, cpu_seconds = time.perf_counter() - self._start_s, time.process_time() - self._start_cpu_s
         peak_bytes = max(peak_bytes, status_bytes("VmHWM"))
         memory = {"peak_bytes": peak_bytes, "baseline_bytes": self.baseline_bytes}
-        self.say({"seconds": seconds, **facts, **memory})
+        self.say({"seconds": seconds, "cpu_seconds": cpu_seconds, **facts, **memory})
 
     def say(self, message: dict[str, Any]) -> None:
         print(json.dumps(message), file=self._replies, flush=True)
