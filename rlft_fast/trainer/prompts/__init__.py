@@ -19,15 +19,16 @@ from rlft_fast.trainer.prompts.loading import (
     find_media,
     load_prompts,
     name_rows,
-    start_of_texts,
 )
 from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, words_of
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
+from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
 
 __all__ = [
     "MARK",
     "RESULT_MARK",
     "Conversation",
+    "Encoding",
     "ImageError",
     "ImageReader",
     "LeftOut",
@@ -41,6 +42,7 @@ __all__ = [
     "Tokenizer",
     "checksum",
     "conversation_of",
+    "encode_rows",
     "find_media",
     "find_mistake",
     "load_prompts",

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlft_fast.config import DataConfig
 from rlft_fast.data import Images
-from rlft_fast.errors import brief, without_panics
+from rlft_fast.errors import brief
 from rlft_fast.trainer.prompts.chat import Conversation, Rendered, Tokenizer, render_row, without_nulls
 from rlft_fast.trainer.prompts.formats import Row
 from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages, row_images
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, find_mistake
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, prompt_column, read_sets
+from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
 
 T = TypeVar("T")
 
@@ -180,7 +181,8 @@ class _Reader:
     def read(self, found: RowSet) -> list[_Prompt]:
         """The prompts of a set."""
         _check_rows(found.rows, self.column, found.source, takes_images=self.image_reader is not None)
-        prompts = [self._read(i, row, found.source) for i, row in enumerate(found.rows)]
+        reading = (self._read(i, row, found.source) for i, row in enumerate(found.rows))
+        prompts = [*encode_rows(self.tokenizer, reading)]
         long = [i for i, prompt in enumerate(prompts) if len(prompt.token_ids) > self.most]
         if not long:
             return prompts
@@ -218,7 +220,7 @@ class _Reader:
             return None
         return prompt._replace(read=prompt.read._replace(text=text), token_ids=ids)
 
-    def _read(self, number: int, row: Row, source: str) -> _Prompt:
+    def _read(self, number: int, row: Row, source: str) -> Encoding[_Prompt]:
         is_text = isinstance(row[self.column], str) and not self.config.chat
         read = Rendered(row[self.column]) if is_text else self._rendered(number, row, source)
         most = _MOST_CHARACTERS * self.most  # tokenizing megabytes would take minutes
@@ -231,7 +233,7 @@ class _Reader:
         text, images = self._with_images(number, row, read.text, source)
         if len(text) > most and images is None:
             text = text[:_MOST_CHARACTERS] + text[-most:]  # with its start; its tokens are too many, too
-        ids = _encode(number, text, self.tokenizer, source, self.start if is_text else [])
+        ids = yield from _encode(number, text, source, self.start if is_text else [])
         return _Prompt(row, read, ids, images)
 
     def _with_images(self, number: int, row: Row, text: str, source: str) -> tuple[str, PromptImages | None]:
@@ -356,18 +358,11 @@ def _filled(values: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
     return [key for key, value in values.items() if value and key not in but]
 
 
-def start_of_texts(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer puts before every text, such as BOS."""
-    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
-
-
-def _encode(row: int, text: str, tokenizer: Tokenizer, name: str, start: list[int]) -> list[int]:
+def _encode(row: int, text: str, name: str, start: list[int]) -> Encoding[list[int]]:
     """The tokens of a text after `start`, of which the text may have a part, and without an end token."""
     shown = brief(repr(text))
     try:
-        with without_panics():
-            ids = tokenizer.encode(text, add_special_tokens=False)
+        (ids,) = yield [text]
     except TypeError as error:  # half of a pair such as \ud83d\ude00, which JSON can name
         raise ValueError(f"{name}: row {row} (counted from 0) is no text that can be tokenized: {shown}") from error
     except Exception as error:  # tokenizers has no error of its own

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import PairDataConfig, RewardDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief
-from rlft_fast.trainer.prompts import LeftOut, Overlong, Row, RowSet, without_nulls
+from rlft_fast.trainer.prompts import Encoding, LeftOut, Overlong, Row, RowSet, without_nulls
 from rlft_fast.trainer.supervised.reference import Reference
 from rlft_fast.trainer.supervised.rows import OverlongError, Reader, TaughtRows, Tokens, taught_rows
 
@@ -110,14 +110,15 @@ def _scored_at_the_end(tokens: Tokens) -> Tokens:
     return [*ids[:end], ids[end - 1]], [False] * end + [True]
 
 
-def _read(reader: Reader, config: PairDataConfig, row: Row) -> _Pair:
+def _read(reader: Reader, config: PairDataConfig, row: Row) -> Encoding[_Pair]:
     columns = (config.prompt_column, config.chosen_column, config.rejected_column)
     prompt, chosen, rejected = (without_nulls(row.get(name)) for name in columns)
     if chosen is None or rejected is None:
         raise ValueError(f"it has no {columns[1]!r} or no {columns[2]!r}; its columns are {sorted(row)}")
     if prompt is None:
         prompt, chosen, rejected = _without_beginning(chosen, rejected, columns[0])
-    both = [reader.answered(row, prompt, answer) for answer in (chosen, rejected)]
+    first = yield from reader.answered(row, prompt, chosen)
+    both = [first, (yield from reader.answered(row, prompt, rejected))]
     if both[0] == both[1]:
         if len(both[0][0]) == config.max_sequence_tokens and config.overlong == "truncate":
             raise OverlongError("its two answers begin alike")

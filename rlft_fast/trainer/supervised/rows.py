@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,12 +17,14 @@ from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.episodes import Style, find_styles
 from rlft_fast.trainer.prompts import (
     Conversation,
+    Encoding,
     LeftOut,
     Message,
     Overlong,
     Row,
     RowSet,
     conversation_of,
+    encode_rows,
     find_media,
     find_mistake,
     name_rows,
@@ -30,7 +33,7 @@ from rlft_fast.trainer.prompts import (
     tools_of,
     without_nulls,
 )
-from rlft_fast.trainer.supervised.spans import AssistantSpans, Encode, encode_spans
+from rlft_fast.trainer.supervised.spans import AssistantSpans, encode_spans
 
 T = TypeVar("T")
 
@@ -168,40 +171,36 @@ class Reader:
     def __init__(self, config: TaughtDataConfig, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         self.config, self.tokenizer, self.path = config, tokenizer, path
         self.start = start_of_texts(tokenizer)
-        self.encode: Encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-        self.joins = tokenizer.decode(self.encode("a") + self.encode("b")) == "ab"
+        a, b = (tokenizer.encode(text, add_special_tokens=False) for text in "ab")
+        self.joins = tokenizer.decode(a + b) == "ab"
         self._spans: AssistantSpans | None = None
         self._styles: dict[str, Style] = {}  # by the tools, which most rows share
         self.sizes: dict[str, int] = {}
         self.left_out: list[LeftOut] = []
         self.num_truncated = 0
 
-    def each(self, sets: Sequence[RowSet], read: Callable[[Row], T]) -> list[T]:
+    def each(self, sets: Sequence[RowSet], read: Callable[[Row], Encoding[T]]) -> list[T]:
         """What each row of the sets becomes.
 
         Args:
             sets: the rows.
-            read: raises an error for a row that cannot be learned.
+            read: makes it; raises an error for a row that cannot be learned.
 
         Raises:
             ValueError: rows cannot be learned, which are named.
         """
         return [found for given in sets for found in self._each(given, read)]
 
-    def _each(self, given: RowSet, read: Callable[[Row], T]) -> list[T]:
+    def _each(self, given: RowSet, read: Callable[[Row], Encoding[T]]) -> list[T]:
         found: list[T] = []
         mistakes: dict[int, str] = {}
-        for i, row in enumerate(given.rows):
-            try:
-                with without_panics():
-                    found.append(read(row))
-            except _TemplateError:
-                raise
-            except Exception as error:  # a template is code of the model's, and tokenizers has no error of its own
-                if not isinstance(error, OverlongError) or self.config.overlong == "refuse":
-                    mistakes[i] = brief(error)
-                else:
-                    self.left_out.append(LeftOut(given.source, i, brief(error)))
+        for i, made in enumerate(encode_rows(self.tokenizer, (_tried(read(row)) for row in given.rows))):
+            if not isinstance(made, Exception):
+                found.append(made)
+            elif not isinstance(made, OverlongError) or self.config.overlong == "refuse":
+                mistakes[i] = brief(made)
+            else:
+                self.left_out.append(LeftOut(given.source, i, brief(made)))
         self.sizes[given.name] = len(found)
         if mistakes:
             first = min(mistakes)
@@ -221,7 +220,7 @@ class Reader:
                 raise _TemplateError(str(error)) from error
         return self._spans
 
-    def answered(self, row: Row, prompt: Any, answer: Any) -> Tokens:
+    def answered(self, row: Row, prompt: Any, answer: Any) -> Encoding[Tokens]:
         """A prompt with an answer, which is taught; each is a text or messages.
 
         Raises:
@@ -229,14 +228,14 @@ class Reader:
         """
         prompt, answer = without_nulls(prompt), without_nulls(answer)
         if not self.config.chat and isinstance(prompt, str):
-            return self.told(prompt, _require_text("answer", answer))
+            return (yield from self.told(prompt, _require_text("answer", answer)))
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         if not isinstance(asked, list) or not isinstance(said, list):
             raise ValueError(f"prompt and answer must be texts or messages, got {brief(repr((prompt, answer)))}")
-        return self.said(row, [*asked, *said], len(asked))
+        return (yield from self.said(row, [*asked, *said], len(asked)))
 
-    def said(self, row: Row, messages: Any, first: int = 0) -> Tokens:
+    def said(self, row: Row, messages: Any, first: int = 0) -> Encoding[Tokens]:
         """A conversation, of which the assistant's messages from the first on are taught."""
         if not isinstance(messages, list) or not all(isinstance(x, dict) and "role" in x for x in messages):
             raise ValueError(f"messages must have a role and content, got {brief(repr(messages))}")
@@ -256,7 +255,8 @@ class Reader:
             first += len(conversation.messages) - len(messages)  # the system prompt
         text, spans = self.spans.find(conversation, first)
         self._require_short(text)
-        return self._checked(*encode_spans(text, spans, self.encode, joins=self.joins))
+        ids, taught = yield from encode_spans(text, spans, joins=self.joins)
+        return self._checked(ids, taught)
 
     def _as_in_episodes(
         self, row: Row, tools: list[Any], messages: list[Message], first: int
@@ -269,16 +269,17 @@ class Reader:
         conversation = style.with_tools(given)
         return conversation, len(conversation.messages) - len(after)
 
-    def told(self, prompt: str, text: str) -> Tokens:
+    def told(self, prompt: str, text: str) -> Encoding[Tokens]:
         """A text behind a prompt, which may be empty, and the end token behind it. No template is applied."""
         self._require_short(prompt + text)
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ValueError("the tokenizer names no end token, with which a text ends: set eos_token in its settings")
-        before, ids = self.start + (self.encode(prompt) if prompt else []), self.encode(text)
+        *before, ids = yield [*([prompt] if prompt else []), text]
+        before = [*self.start, *chain.from_iterable(before)]
         if not ids:
             raise ValueError("its text becomes no token")
-        ids += [end] * (ids[-1] != end)
+        ids = [*ids, *[end] * (ids[-1] != end)]  # equal texts share their list
         return self._checked(before + ids, [False] * len(before) + [True] * len(ids))
 
     def _checked(self, ids: list[int], taught: list[bool]) -> Tokens:
@@ -308,16 +309,27 @@ def _require_text(column: str, value: Any) -> str:
     return value
 
 
-def read_taught(reader: Reader, config: SFTDataConfig, row: Row) -> Tokens:
+def _tried(row: Encoding[T]) -> Encoding[T | Exception]:
+    """What a row becomes, or its error. A template that cannot be used for any row ends the reading."""
+    try:
+        with without_panics():
+            return (yield from row)
+    except _TemplateError:
+        raise
+    except Exception as error:  # a template is code of the model's, and tokenizers has no error of its own
+        return error
+
+
+def read_taught(reader: Reader, config: SFTDataConfig, row: Row) -> Encoding[Tokens]:
     """The tokens of a row of supervised fine-tuning."""
     columns = (config.messages_column, config.prompt_column, config.completion_column, config.text_column)
     messages, prompt, completion, text = (without_nulls(row.get(name)) for name in columns)
     if messages is not None and config.template is None:
-        return reader.said(row, messages)
+        return (yield from reader.said(row, messages))
     if prompt is not None and completion is not None:
-        return reader.answered(row, prompt, completion)
+        return (yield from reader.answered(row, prompt, completion))
     if text is not None and config.template is None:
-        return reader.told("", _require_text(config.text_column, text))
+        return (yield from reader.told("", _require_text(config.text_column, text)))
     raise ValueError(
         f"it has no {columns[0]!r}, no {columns[1]!r} with {columns[2]!r}, and no {columns[3]!r}; its columns are "
         f"{sorted(row)}"

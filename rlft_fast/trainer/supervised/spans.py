@@ -4,10 +4,14 @@ A template that marks them with ``{% generation %}`` is taken at its word. Of an
 assistant's is exchanged for a mark, and the conversation is rendered again: what stands behind the mark, from the end
 token of the message on, stands behind the assistant's words, too. It is checked for every message. At the start it is
 also proved that this text does not depend on the words.
+
+Rows whose messages have the same roles share the rendering with marks: in a text that is exactly this rendering with
+the contents in place of its marks, the words stand where the marks stood.
 """
 
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,9 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlft_fast.errors import brief
-from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Limits, Message, render
+from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Encoding, Limits, Message, render
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PLAIN = {"role", "content"}
 _PROBES = (("Yes.", "No."), ("One, two.\nThree: four", '{"five": [6]}'))
 
 
@@ -44,6 +49,8 @@ class AssistantSpans:
         self.tokenizer, self.limits = tokenizer, Limits()
         self._end = _end_pattern(tokenizer)
         self._header = ""
+        self._kinds: set[str] = set()  # of conversations: roles and variables
+        self._skeletons: dict[str, _Skeleton | None] = {}  # of kinds that came twice; None: there is none
         try:
             self._prove()
         except Exception as error:  # a template is code of the model's and may raise any error
@@ -64,6 +71,10 @@ class AssistantSpans:
             ValueError: a message cannot be told from the text around it.
             Exception: the template fails, see `Conversation.render`.
         """
+        with self.limits.one():
+            return self._find(conversation, first)
+
+    def _find(self, conversation: Conversation, first: int) -> tuple[str, list[Span]]:
         taught = [i for i, x in enumerate(conversation.messages) if x["role"] == "assistant" and i >= first]
         if self._marks_generation(conversation):
             text, spans = self._find_marked(conversation)
@@ -72,7 +83,8 @@ class AssistantSpans:
                 spans = spans[len(self._find_marked(earlier)[1]) :]
         else:
             text = self._render(conversation)
-            spans = [self._find_one(conversation, text, i) for i in taught]
+            contents = self._contents(conversation, text)
+            spans = [self._find_one(conversation, text, i, contents and contents[i]) for i in taught]
         said = "".join(text[span.start : span.end] for span in spans)
         for call in (call for i in taught for call in conversation.messages[i].get("tool_calls") or ()):
             name = call.get("function", call).get("name")
@@ -83,7 +95,7 @@ class AssistantSpans:
     # ---- templates with {% generation %} ------------------------------------------------------------------------
 
     def _marks_generation(self, conversation: Conversation) -> bool:
-        return bool(_GENERATION.search(self.tokenizer.get_chat_template(tools=conversation.tools)))
+        return _marks_generation(self.tokenizer.get_chat_template(tools=conversation.tools))
 
     def _find_marked(self, conversation: Conversation) -> tuple[str, list[Span]]:
         spans: list[Span] = []  # of the last rendering, which `render` returns
@@ -97,8 +109,7 @@ class AssistantSpans:
             spans[:] = [Span(int(start), int(end)) for start, end in found[0]]
             return texts[0]
 
-        with self.limits.one():
-            text = render(template, conversation.messages)
+        text = render(template, conversation.messages)
         return text, spans
 
     # ---- other templates ----------------------------------------------------------------------------------------
@@ -107,7 +118,8 @@ class AssistantSpans:
         """Raises an error for a template of which nothing is found, or whose text around the words depends on them."""
         user = {"role": "user", "content": "Is it so?"}
         asked = Conversation([user])
-        prompt, bare = self._render(asked, opens=True), self._render(asked)
+        with self.limits.one():
+            prompt, bare = self._render(asked, opens=True), self._render(asked)
         self._header = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
         around: set[tuple[str, ...]] = set()
         for words in _PROBES:
@@ -123,8 +135,42 @@ class AssistantSpans:
         if len(around) > 1:
             raise ValueError("the text around the words depends on them")
 
-    def _find_one(self, conversation: Conversation, text: str, i: int) -> Span:
-        """What message i says in the text of the conversation."""
+    def _contents(self, conversation: Conversation, text: str) -> list[Span] | None:
+        """Where the contents of all messages stand in the text, if `_Skeleton` tells; else None."""
+        messages = conversation.messages
+        if conversation.tools or not all(x.keys() == _PLAIN and isinstance(x["content"], str) for x in messages):
+            return None
+        if any(message["role"] == "tool" for message in messages):
+            return None
+        key = repr(([message["role"] for message in messages], conversation.variables))
+        if key not in self._kinds:  # the only conversation of its kind would take longer
+            self._kinds.add(key)
+            return None
+        if key not in self._skeletons:
+            marked = [x | {"content": f"{MARK}{i}x"} for i, x in enumerate(messages)]
+            marked_text = self._render(replace(conversation, messages=marked))
+            self._skeletons[key] = _Skeleton.of(marked_text, [message["content"] for message in marked])
+        skeleton = self._skeletons[key]
+        return None if skeleton is None else skeleton.spans(text, [message["content"] for message in messages])
+
+    def _find_one(self, conversation: Conversation, text: str, i: int, content: Span | None) -> Span:
+        """What message i says in the text of the conversation.
+
+        Args:
+            conversation: as it is rendered.
+            text: of the conversation.
+            i: number of the message.
+            content: where the message's content stands; None: it is not known.
+        """
+        start, end = content or self._differing(conversation, text, i)
+        start = self._start(conversation, text, i, start)
+        if not start <= end:
+            raise ValueError(f"the chat template does not show where message {i}, of the assistant's, begins")
+        ends = self._end.match(text, end)
+        return Span(start, end if ends is None else ends.end())
+
+    def _differing(self, conversation: Conversation, text: str, i: int) -> Span:
+        """Where the text differs from the text with a mark in place of message i."""
         messages = conversation.messages
         mark = MARK
         while mark in text:
@@ -133,12 +179,7 @@ class AssistantSpans:
         before, *after = self._render(replace(conversation, messages=marked)).split(mark)
         if len(after) != 1 or not text.endswith(after[0]) or not self._shows_result(conversation, marked, i):
             raise ValueError(f"the chat template does not show where message {i}, of the assistant's, ends")
-        end = len(text) - len(after[0])
-        start = self._start(conversation, text, i, _num_equal(text, before))
-        if not start <= end:
-            raise ValueError(f"the chat template does not show where message {i}, of the assistant's, begins")
-        ends = self._end.match(after[0])
-        return Span(start, end if ends is None else end + ends.end())
+        return Span(_num_equal(text, before), len(text) - len(after[0]))
 
     def _shows_result(self, conversation: Conversation, marked: list[Message], i: int) -> bool:
         """Whether the result of a tool is shown behind a message without the call. It would be taught otherwise."""
@@ -182,8 +223,44 @@ class AssistantSpans:
             assert isinstance(text, str)
             return text
 
-        with self.limits.one():
-            return render(template, conversation.messages)
+        return render(template, conversation.messages)
+
+
+class _Skeleton(NamedTuple):
+    """The text of a conversation around the contents of its messages."""
+
+    pieces: list[str]
+    """Around N contents, N + 1."""
+    order: list[int]
+    """Numbers of the messages in the order of the text."""
+
+    @classmethod
+    def of(cls, text: str, marks: Sequence[str]) -> "_Skeleton | None":
+        """The skeleton of a text in which each mark stands once; None: there is none."""
+        if any(text.count(mark) != 1 for mark in marks):
+            return None
+        order = sorted(range(len(marks)), key=lambda i: text.index(marks[i]))
+        pieces = []
+        for i in order:
+            piece, _, text = text.partition(marks[i])
+            pieces.append(piece)
+        return cls([*pieces, text], order)
+
+    def spans(self, text: str, contents: Sequence[str]) -> list[Span] | None:
+        """Where each content stands, if the text is the skeleton with the contents; else None."""
+        filled, at = [], 0
+        spans = [Span(0, 0)] * len(contents)
+        for piece, i in zip(self.pieces, self.order):  # noqa: B905 (one piece too many)
+            at += len(piece)
+            spans[i] = Span(at, at + len(contents[i]))
+            at += len(contents[i])
+            filled += [piece, contents[i]]
+        return spans if "".join([*filled, self.pieces[-1]]) == text else None
+
+
+@functools.cache
+def _marks_generation(template: str) -> bool:
+    return bool(_GENERATION.search(template))
 
 
 def _end_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
@@ -202,10 +279,7 @@ def _num_equal(text: str, other: str) -> int:
     return next((i for i in range(length) if text[i] != other[i]), length)
 
 
-Encode = Callable[[str], list[int]]
-
-
-def encode_spans(text: str, spans: Sequence[Span], encode: Encode, *, joins: bool) -> tuple[list[int], list[bool]]:
+def encode_spans(text: str, spans: Sequence[Span], *, joins: bool) -> Encoding[tuple[list[int], list[bool]]]:
     """Tokens of a text, and which of them are taught.
 
     A generator gets the tokens of a prompt, and adds tokens to them. So the text is cut where spans begin and end, and
@@ -215,7 +289,6 @@ def encode_spans(text: str, spans: Sequence[Span], encode: Encode, *, joins: boo
     Args:
         text: of a conversation.
         spans: in order.
-        encode: makes tokens of a text, without special tokens of its own.
         joins: whether tokens of pieces, one after the other, are tokens of the whole text.
 
     Raises:
@@ -223,13 +296,12 @@ def encode_spans(text: str, spans: Sequence[Span], encode: Encode, *, joins: boo
     """
     bounds = [0, *(bound for span in spans for bound in span), len(text)]
     if joins:
-        pieces = [encode(text[start:end]) for start, end in pairwise(bounds)]
+        pieces = yield [text[start:end] for start, end in pairwise(bounds)]
         sizes = [*map(len, pieces)]
         return [i for piece in pieces for i in piece], _alternating(sizes)
-    ids = encode(text)
+    ids, *pieces = yield [text, *(text[:bound] for bound in bounds[1:])]
     cuts = [0]
-    for bound in bounds[1:]:
-        piece = encode(text[:bound])
+    for bound, piece in zip(bounds[1:], pieces, strict=True):
         if ids[: len(piece)] != piece:
             raise ValueError(f"a token reaches over the beginning or end of words, behind {text[:bound][-40:]!r}")
         cuts.append(len(piece))

@@ -7,7 +7,7 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlft_fast.trainer.prompts import Conversation
+from rlft_fast.trainer.prompts import Conversation, encode_rows
 from rlft_fast.trainer.supervised import AssistantSpans
 from rlft_fast.trainer.supervised.spans import Span, encode_spans
 from tests.support.tiny_models import chat_tokenizer
@@ -103,6 +103,35 @@ def test_a_template_without_masks_is_refused_at_the_start(template, problem, tok
         said(tokenizer, template, TALK)
 
 
+WORDS = (
+    "One.", "  spaced ", "a\n\n", "</think>", "<think>\nhm\n</think>\n\nyes", "<tool_response>\n1\n</tool_response>",
+    "/no_think", "xqmarkxq0x", "<|im_end|>", "<|im_start|>assistant\n", "user", "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "qwen3", "qwen3_8", "gptoss", "glm4moe", "cohere2", "gemma4_v5"])
+def test_conversations_of_a_kind_share_marks_and_nothing_changes(name, tokenizer):
+    """The first of its kind is found by marks of its own, as of every conversation in a new `AssistantSpans`."""
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    alone, together = (AssistantSpans(tokenizer, "the model") for _ in range(2))
+    turns = [(a, b) for a in WORDS for b in WORDS[:6]] + [("Hm?", b, "And?", a) for a, b in zip(WORDS, WORDS[::-1])]  # noqa: B905
+    num_shared = 0
+    for texts in turns:
+        conversation = Conversation(say(*texts))
+        alone._kinds.clear()
+        expected, found = (outcome(spans, conversation) for spans in (alone, together))
+        assert found == expected, texts
+        num_shared += together._contents(conversation, found[0]) is not None
+    assert num_shared >= 9  # texts that a template changes are found by marks of their own
+
+
+def outcome(spans: AssistantSpans, conversation: Conversation):
+    try:
+        return spans.find(conversation)
+    except Exception as error:
+        return str(error), type(error)
+
+
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
@@ -110,8 +139,9 @@ def test_pieces_are_tokenized_as_a_generator_sees_them():
     """The merged token of two letters must not reach over the beginning of the words."""
     vocab = {"a": 0, "b": 1, "ab": 2}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
-    encode = lambda text: tokenizer.encode(text).ids  # noqa: E731
-    assert encode_spans("abab", [Span(1, 4)], encode, joins=True) == ([0, 1, 2], [False, True, True])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    rows = [encode_spans("abab", [Span(1, 4)], joins=True)]
+    assert [*encode_rows(fast, rows)] == [([0, 1, 2], [False, True, True])]
 
 
 def test_a_tokenizer_that_adds_spaces_gets_the_whole_text():
@@ -122,7 +152,7 @@ def test_a_tokenizer_that_adds_spaces_gets_the_whole_text():
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    encode = lambda text: fast.encode(text, add_special_tokens=False)  # noqa: E731
-    assert encode_spans("abc", [Span(1, 3)], encode, joins=False) == ([0, 1, 4], [False, False, True])
+    rows = [encode_spans("abc", [Span(1, 3)], joins=False)]
+    assert [*encode_rows(fast, rows)] == [([0, 1, 4], [False, False, True])]
     with pytest.raises(ValueError, match="a token reaches over the beginning or end of words, behind 'ab'"):
-        encode_spans("abc", [Span(2, 3)], encode, joins=False)
+        [*encode_rows(fast, [encode_spans("abc", [Span(2, 3)], joins=False)])]
