@@ -45,7 +45,7 @@ def run_ours(model: str, workload: Workload, options: dict[str, Any]) -> None:
 def engine_config(**options: Any):
     from rlft_fast.config import EngineConfig, OptimizerConfig
 
-    return EngineConfig(optimizer=OptimizerConfig(learning_rate=LEARNING_RATE), **options)
+    return EngineConfig(compute_dtype="float32", optimizer=OptimizerConfig(learning_rate=LEARNING_RATE), **options)
 
 
 def run_trl(model: str, workload: Workload, options: dict[str, Any]) -> None:

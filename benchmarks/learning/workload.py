@@ -103,7 +103,10 @@ def config_of(model: str, task: str, seed: int, folder: Path, backend: str, step
             "max_prompt_tokens": MAX_PROMPT_TOKENS, "max_new_tokens": MAX_NEW_TOKENS, "batch_size": 128,
         },
         "algorithm": {"mini_batches": MINI_BATCHES, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH},
-        "actor": {"max_tokens": 4096, "optimizer": {"learning_rate": LEARNING_RATE, "schedule": "linear"}},
+        "actor": {
+            "compute_dtype": "float32", "max_tokens": 4096,
+            "optimizer": {"learning_rate": LEARNING_RATE, "schedule": "linear"},
+        },
         "evaluation": {"path": str(held_out), "every": EVALUATE_EVERY, "max_new_tokens": MAX_NEW_TOKENS},
         "checkpoint": {"every": 0},
     })  # fmt: skip

@@ -54,7 +54,7 @@ def config_of(model: str, output_dir: str, work: Workload, options: dict[str, di
         "reward": {"function": "benchmarks.step.workload:distinct_word_share"},
         "rollout": rollout | options.get("rollout", {}),
         "algorithm": {"clip_low": CLIP, "clip_high": CLIP},
-        "actor": {"optimizer": {"learning_rate": LEARNING_RATE}} | options.get("actor", {}),
+        "actor": {"compute_dtype": "float32", "optimizer": {"learning_rate": LEARNING_RATE}} | options.get("actor", {}),
     })  # fmt: skip
 
 
