@@ -37,7 +37,17 @@ from rlft_fast.ops.optim.checks import (
     local_part,
     state_dtypes,
 )
-from rlft_fast.ops.optim.eight_bits import CODE_OF, CODES, MOMENTS, SCALES, coded_bytes, decoded, encode, scale_like
+from rlft_fast.ops.optim.eight_bits import (
+    CODE_OF,
+    CODES,
+    MOMENTS,
+    SCALES,
+    coded_bytes,
+    decoded,
+    encode,
+    row_numbers_of,
+    scale_like,
+)
 from rlft_fast.ops.optim.host import buckets, copies_of, to_host, write_back
 from rlft_fast.ops.optim.memory_order import in_order_of, is_dense
 
@@ -333,6 +343,8 @@ class _Parts(NamedTuple):
     exp_avg_scale: Tensor | None = None
     """Scales of moments that are codes, as `exp_avg_sq_scale`."""
     exp_avg_sq_scale: Tensor | None = None
+    row_numbers: Tensor | None = None
+    """Of codes, see `row_numbers_of`."""
 
 
 _STEPPED = _Parts._fields[:6]  # the kernel takes them
@@ -356,7 +368,8 @@ def _local_parts(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) 
     parts = _Parts(parameter, gradient, state[first], state[second], master, state["step"], scale, scale_sq)
     if not isinstance(parameter, DTensor):
         return parts
-    return _Parts(**{name: local_part(x) for name, x in parts._asdict().items() if x is not None})
+    own = {name: local_part(x) for name, x in parts._asdict().items() if x is not None}
+    return _Parts(**own, row_numbers=None if scale is None else row_numbers_of(parameter))
 
 
 def _follow_layout(parameter: Tensor, state: dict[str, Tensor]) -> None:

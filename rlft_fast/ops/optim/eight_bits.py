@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = ("exp_avg_code", "exp_avg_sq_code")
@@ -91,7 +92,7 @@ def decoded(codes: Tensor, scale: Tensor) -> Tensor:
 
 def encode(
     moments: Sequence[Tensor], codes: Sequence[Tensor], scales: Sequence[Tensor], seed: Tensor | None,
-    kept: Tensor | None,
+    kept: Tensor | None, row_numbers: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes codes and scales of the two moments of a parameter in place. All tensors are this rank's own parts.
 
@@ -101,13 +102,14 @@ def encode(
         scales: one for each row.
         seed: 0-d int32, which decides the rounding; None: round to nearest.
         kept: 0-d; where it is not 0, codes and scales stay; None: they are written.
+        row_numbers: from `row_numbers_of`; None: this rank has all rows, in their order.
     """
     num_columns = moments[0].shape[-1]
     rows = [[tensor.view(-1, tensor.shape[-1]) for tensor in tensors] for tensors in (moments, codes, scales)]
     at_once = max(_CHUNK // num_columns, 1)
     for begin in range(0, len(rows[0][0]), at_once):
         here = slice(begin, begin + at_once)
-        random = None if seed is None else _random(rows[0][0][here], begin * num_columns, seed)
+        random = None if seed is None else _random(rows[0][0][here], begin, row_numbers, seed)
         for number, (code, moment, *old) in enumerate(zip(CODE_OF.values(), *rows, strict=True)):
             bits = None if random is None else (random >> 16 * number) & 0xFFFF
             for kept_part, new in zip(old, _encoded(code, moment[here], bits), strict=True):
@@ -133,10 +135,31 @@ def _encoded(code: Code, rows: Tensor, random: Tensor | None) -> tuple[Tensor, T
     return found.maximum(is_some.int()).to(code.dtype), scale
 
 
-def _random(rows: Tensor, first: int, seed: Tensor) -> Tensor:
-    """int32 with random bits, one for each element."""
-    index = torch.arange(first, first + rows.numel(), dtype=torch.int32, device=rows.device)
-    return _hashed(index.mul_(0x9E3779B9 - 2**32).add_(seed)).view_as(rows)
+def row_numbers_of(parameter: Tensor) -> Tensor | None:
+    """(R,) int32, for each row of this rank's part its number in the whole parameter; None if the rank has all rows.
+
+    Rounding depends on the row, and not on the rank that has it: a run learns the same on any number of processes.
+    """
+    if not isinstance(parameter, DTensor) or parameter.to_local().shape == parameter.shape:
+        return None
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )  # fmt: skip
+    numbers = torch.zeros(1, dtype=torch.int32)
+    for size, own, first in zip(parameter.shape[:-1], shape, offset, strict=False):
+        numbers = (numbers[:, None] * size + torch.arange(first, first + own, dtype=torch.int32)).view(-1)
+    return numbers
+
+
+def _random(rows: Tensor, begin: int, row_numbers: Tensor | None, seed: Tensor) -> Tensor:
+    """int32 with random bits, one for each element of rows that begin at a row of this rank's part."""
+    num_rows, num_columns = rows.shape
+    if row_numbers is None:
+        numbers = torch.arange(begin, begin + num_rows, dtype=torch.int32, device=rows.device)
+    else:
+        numbers = row_numbers[begin : begin + num_rows].to(rows.device)
+    index = numbers[:, None] * num_columns + torch.arange(num_columns, dtype=torch.int32, device=rows.device)
+    return _hashed(index.mul_(0x9E3779B9 - 2**32).add_(seed))
 
 
 def _hashed(x: Tensor) -> Tensor:

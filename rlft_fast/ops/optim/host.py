@@ -29,6 +29,8 @@ class _HasMoments(Protocol):
     @property
     def exp_avg_sq_scale(self) -> Tensor | None: ...
     @property
+    def row_numbers(self) -> Tensor | None: ...
+    @property
     def step(self) -> Tensor: ...
 
 
@@ -87,7 +89,7 @@ def write_back(part: T, moved: T, number: int, found_inf: Tensor | None) -> None
         return
     kept = [getattr(part, key) for key in (*MOMENTS, *SCALES)]
     here = [tensor.to(moments[0].device, non_blocking=True) for tensor in kept]
-    encode(moments, here[:2], here[2:], seed_of(part.step, number), found_inf)
+    encode(moments, here[:2], here[2:], seed_of(part.step, number), found_inf, part.row_numbers)
     for old, new in zip(kept, here, strict=True):
         if new is not old:
             old.copy_(new)
