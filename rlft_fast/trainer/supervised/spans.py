@@ -84,7 +84,8 @@ class AssistantSpans:
         else:
             text = self._render(conversation)
             contents = self._contents(conversation, text)
-            spans = [self._find_one(conversation, text, i, contents and contents[i]) for i in taught]
+            known = {} if contents is None else dict(enumerate(contents))
+            spans = [self._find_one(conversation, text, i, known.get(i)) for i in taught]
         said = "".join(text[span.start : span.end] for span in spans)
         for call in (call for i in taught for call in conversation.messages[i].get("tool_calls") or ()):
             name = call.get("function", call).get("name")
