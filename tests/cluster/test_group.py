@@ -17,6 +17,7 @@ from rlft_fast.cluster import (
     DP_COMPUTE_PROTO,
     ActorRolloutRefWorker,
     CriticWorker,
+    Generators,
     RemoteEngine,
     TotalUsage,
     Worker,
@@ -93,7 +94,7 @@ class Adder(Worker):
         return {"value_T": batch.input_ids_T.float() + batch.position_ids_T / 100, "reward_B": batch.reward_B * 2}
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 3])
 def test_a_batch_of_any_size(config, num_workers):
     import ray
 
@@ -235,11 +236,14 @@ def test_a_killed_worker_is_named_within_ten_seconds(config):
             critic.compute_values(make_batch(3))
 
 
-def test_what_the_cluster_cannot_give_is_refused(config):
+def test_what_the_cluster_cannot_give_is_refused(config, tmp_path):
     with pytest.raises(ValueError, match="ActorRolloutRefWorker 8 CPUs, and the cluster has 5 CPUs"):
         WorkerGroup(ActorRolloutRefWorker, config, 8)
     with pytest.raises(ValueError, match="ActorRolloutRefWorker 1 GPU, and the cluster has 0 GPUs"):
         WorkerGroup(ActorRolloutRefWorker, config, 1, gpus=1)
+    generators = {"rollout__backend": "vllm", "cluster": {"generators": {"num_workers": 9, "cpus": 1}}}
+    with pytest.raises(ValueError, match="generators 9 CPUs, and the cluster has 5 CPUs"):
+        Generators(toy_config(Path(config.model), tmp_path, **generators))
 
 
 def test_the_example_runs(tiny_model, tmp_path):
@@ -267,14 +271,12 @@ def test_what_cannot_be_sent_is_named(actor, tmp_path):
         actor.update_actor(make_batch(3), PolicyLoss(loss=own))
 
 
-def test_a_loss_from_a_file_reaches_the_workers(config, tmp_path):
+def test_a_loss_from_a_file_reaches_the_workers(actor, tmp_path):
     (tmp_path / "own.py").write_text("def own(logprob_T, advantage_T):\n    return -advantage_T * logprob_T\n")
     loss = PolicyLoss(loss=load_function("policy loss", f"{tmp_path}/own.py:own"))
     connect()
-    with WorkerGroup(ActorRolloutRefWorker, config, 1) as group:
-        group.init_model(10)
-        batch = make_batch(3)
-        batch = batch.replace(
-            old_logprob_T=torch.zeros(batch.num_tokens), advantage_T=batch.loss_mask_T.float(), ref_logprob_T=None
-        )
-        assert group.update_actor(batch, loss)["grad_norm"] > 0
+    batch = make_batch(3)
+    batch = batch.replace(
+        old_logprob_T=torch.zeros(batch.num_tokens), advantage_T=batch.loss_mask_T.float(), ref_logprob_T=None
+    )
+    assert actor.update_actor(batch, loss)["grad_norm"] > 0

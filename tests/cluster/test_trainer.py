@@ -5,6 +5,7 @@ import importlib.util
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,24 +68,26 @@ PPO = {
 }  # fmt: skip
 
 
-def test_the_run_of_torchrun(tiny_model, tmp_path):
+# The last step goes on from the checkpoint of a critic with workers of its own.
+@pytest.mark.parametrize("steps", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_the_run_of_torchrun(steps, tiny_model, tmp_path):
     """PPO with a critic and two reward models, in the actor's workers and in workers of their own."""
     scoring = {"model": str(tiny_model("llama-reward")), "max_tokens": 64}
     models = {"helpful": scoring | {"weight": 0.5}, "short": scoring | {"weight": -0.1, "param_dtype": "bfloat16"}}
-    values = toy_values(tiny_model("llama"), tmp_path, **PPO, reward__models=models)
+    values = toy_values(tiny_model("llama"), tmp_path, **PPO, steps=steps, reward__models=models)
     values["evaluation"] = {"path": values["data"]["path"], "max_new_tokens": 4, "every": 1}
     config = write(tmp_path, values)
     train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))
     ray = [*WORKERS, "--output_dir", str(tmp_path / "ray")]
     train(ALONE, config, *ray, "--steps", "1")
     apart = ["--resume", "--cluster.critic.num_workers", "2", "--cluster.reward.num_workers", "2"]
-    train(ALONE, config, *ray, *apart, "--steps", "2")  # the critic's first checkpoint lies with the actor's
-    train(ALONE, config, *ray, *apart)
+    for step in range(2, steps + 1):  # the critic's first checkpoint lies with the actor's
+        train(ALONE, config, *ray, *apart, "--steps", str(step))
     same_runs(tmp_path / "torchrun", tmp_path / "ray")
     assert [path.name for path in (tmp_path / "ray" / "checkpoints" / "critic").iterdir()]
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("objective", ["sft", *(pytest.param(x, marks=pytest.mark.long) for x in ("dpo", "reward"))])
 def test_objectives_of_rows(objective, tiny_model, tmp_path):
     """SFT with a teacher in workers of its own."""
     kind = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardModelConfig}[objective]
@@ -108,13 +111,13 @@ def test_preferences_go_on_in_workers(tiny_model, tmp_path):
     values = pair_config(DPOConfig, tiny_model("llama"), tmp_path / "rows", evaluation=None)
     config.write_text(values.to_yaml())
     train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))
-    mixed = ["--output_dir", str(tmp_path / "mixed")]
-    train(TORCHRUN, config, *mixed, "--steps", "2")
-    train(ALONE, config, *WORKERS, *mixed, "--resume")
+    shutil.copytree(tmp_path / "torchrun", tmp_path / "mixed")
+    train(ALONE, config, *WORKERS, "--output_dir", str(tmp_path / "mixed"), "--resume", "step_2")
     assert comparable(tmp_path / "mixed") == comparable(tmp_path / "torchrun")
     same_weights(tmp_path / "mixed", tmp_path / "torchrun")
 
 
+@pytest.mark.long
 def test_a_teacher_with_workers_of_its_own(tiny_model, tmp_path):
     """Its likely ids come back in the order of the batch, bit for bit."""
     teacher = {"model": str(tiny_model("qwen2")), "max_tokens": 64, "loss": "topk", "top_k": 4}
