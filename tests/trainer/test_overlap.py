@@ -90,11 +90,26 @@ def test_resuming(how, copied, tiny_model, tmp_path):
     assert [row["weight_version"] for row in rows[::16]] == [1, 1, 1, 3, 3, 5]
 
 
-def test_groups_go_on_across_updates(overlapped, copied, tiny_model, tmp_path):
-    """Each prompt once, in the order of a run in turn, by weights no older than the bound; also after a stop."""
+def test_groups_go_on_across_updates(overlapped, copied, tiny_model, monkeypatch, tmp_path):
+    """Each prompt once, in the order of a run in turn, by weights no older than the bound; also after a stop.
+
+    Reward functions get the samples of each prompt once, together.
+    """
     in_turn = overlapped("in turn", 0, steps=6)
     slow = lambda number: (0.0, 0.04, 0.1)[number % 3]  # noqa: E731
-    run = overlapped("in flight", 2, slow, steps=6, rollout__update="in-flight")
+    scored: list[list[str]] = []
+
+    def noting(judge, prompts, samples, score=Judge.score):
+        scored.append([prompts.texts[row] for row in samples.row_B])
+        return score(judge, prompts, samples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Judge, "score", noting)
+        run = overlapped("in flight", 2, slow, steps=6, rollout__update="in-flight", evaluation=None)
+    asked = [row["prompt"] for row in read_lines(run / "samples.jsonl")]
+    size = len(scored[0])
+    assert size > 1
+    assert sorted(scored) == sorted(asked[i : i + size] for i in range(0, len(asked), size))
 
     def stopping(number: int) -> float:
         if number == 2:
