@@ -25,6 +25,9 @@ from rlft_fast.data.planning import MicroBatchPlan, check_lengths, plan_micro_ba
 from rlft_fast.data.prefixes import PrefixTree, common_length, prefix_tree
 
 _UNITS_PER_RANK = 4  # enough pieces to balance the ranks; more would repeat prompts for nothing
+# Each layer copies the keys and values along the path of each sequence: without grouped heads two vectors, where a row
+# keeps about sixteen. So the copies take about as much memory as the rows at most, far less with grouped heads.
+_PATHS_PER_TOKEN = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +132,9 @@ def plan_batch(
     A row that sequences of a unit share counts once, and so do the tokens that all sequences of the batch begin with.
     Units that have more in common run fewer rows than planned.
 
+    Short sequences behind a long prefix have few rows, and attend to many keys. The sequences of a micro-batch together
+    are at most 8 times as long as `max_tokens`, but for a unit that is longer alone.
+
     Sequences that will be padded are planned by their lengths instead, so that neighbours have similar lengths.
 
     Args:
@@ -152,6 +158,7 @@ def plan_batch(
     if padded:
         unit_B = np.arange(batch.num_sequences) if batch.unit_B is None else _numbers(batch.unit_B.tolist())
         return plan_padded(used_B, unit_B, max_tokens, world_size, most)
+    longest_paths = _PATHS_PER_TOKEN * max_tokens
     if batch.unit_B is not None:
         unit_B = _numbers(batch.unit_B.tolist())
     else:
@@ -159,17 +166,21 @@ def plan_batch(
         tree = _tree(batch, used_B, number_B)
         share = int((used_B - tree.shared_B).sum()) // (_UNITS_PER_RANK * world_size)
         limit = min(max_tokens, max(share, int(used_B.max(initial=0))))
-        unit_B = _cut(number_B, prompt_B, used_B, tree, limit, most)
+        unit_B = _cut(number_B, prompt_B, used_B, tree, limit, most, longest_paths)
     num_rows = _num_rows(batch, used_B, unit_B)
     _check_units(unit_B, num_rows, max_tokens)
     common = _common_prefix(batch, used_B)  # runs once in every micro-batch
     num_rows, max_tokens = (num_rows - common).clip(1), max(max_tokens - common, 1)
     sizes = np.bincount(unit_B, minlength=len(num_rows))
+    paths = np.bincount(unit_B, used_B, len(num_rows)).astype(np.int64).clip(max=longest_paths)
     plan = plan_micro_batches(num_rows, max_tokens, world_size=world_size)
-    if np.diff(cumulative(sizes[plan.indices])[plan.offsets]).max(initial=0) > most:
-        # A sequence takes as many rows as fill a micro-batch of the largest number, or its own where it has more.
-        lengths = np.maximum(num_rows * most, sizes * max_tokens)
-        plan = plan_micro_batches(lengths, max_tokens * most, world_size=world_size)
+    caps = [(num_rows, max_tokens), (sizes, most), (paths, longest_paths)]
+    if any(np.diff(cumulative(own[plan.indices])[plan.offsets]).max(initial=0) > cap for own, cap in caps):
+        # The share of each cap that a unit takes, of which the largest counts. Rounded down, shares of more than a cap
+        # are still more than the whole: it has more parts for each token than there are units.
+        whole = max(cap for _, cap in caps) * (len(num_rows) + 1)
+        shares = np.max([own * whole // cap for own, cap in caps], axis=0)
+        plan = plan_micro_batches(shares, whole, world_size=world_size)
     starts = cumulative(sizes)[:-1]
     members = unit_B.argsort(kind="stable")[_ranges(starts[plan.indices], sizes[plan.indices])]
     return dataclasses.replace(plan, indices=members, offsets=cumulative(sizes[plan.indices])[plan.offsets])
@@ -260,18 +271,19 @@ def _image_numbers(batch: Batch) -> np.ndarray:
 
 
 def _cut(
-    number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray, tree: PrefixTree, limit: int, most: int
-) -> np.ndarray:
-    """(B,) units: sequences of a prompt stay together, but where they exceed a limit of rows or of sequences."""
+    number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray, tree: PrefixTree, limit: int, most: int,
+    longest_paths: int,
+) -> np.ndarray:  # fmt: skip
+    """(B,) units: sequences of a prompt stay together, but where they exceed a limit of rows, sequences or paths."""
     order_B = number_B.argsort(kind="stable")
-    unit_B, unit, rows, last, size = np.full_like(number_B, -1), -1, 0, -1, 0
+    unit_B, unit, rows, last, size, paths = np.full_like(number_B, -1), -1, 0, -1, 0, 0
     columns = (x_B[order_B].tolist() for x_B in (number_B, prompt_B, used_B, *tree))
     for b, number, prompt, used, parent, shared in zip(order_B, *columns, strict=True):
         # Behind a cut, the prompt alone is certain to be there.
         own = used - (shared if number == last and unit_B[parent] == unit else prompt)
-        if number != last or rows + own > limit or size == most:
-            unit, rows, last, size, own = unit + 1, 0, number, 0, used
-        rows, size = rows + own, size + 1
+        if number != last or rows + own > limit or size == most or paths + used > longest_paths:
+            unit, rows, last, size, own, paths = unit + 1, 0, number, 0, used, 0
+        rows, size, paths = rows + own, size + 1, paths + used
         unit_B[b] = unit
     return unit_B
 

@@ -167,6 +167,37 @@ def test_a_unit_of_too_many_sequences_is_refused(padded):
         plan_batch(batch, 100, micro_batch_size=1, padded=padded)
 
 
+def num_keys(batch: Batch) -> int:
+    return int(share_prefixes(batch).cu_seqlens_k[-1])
+
+
+# One prompt; many with a long system message in common; and two turns of many episodes.
+@pytest.mark.parametrize("kind", ["prompt", "system", "turns"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_short_sequences_behind_a_long_prefix_have_few_keys(kind, world_size):
+    """Their rows alone would fit into one micro-batch, whose keys would be as many as those of 64 long sequences."""
+    long, count, cap = [*range(1000)], 64, 1200
+    prompts = [[*long, *([7, i] if kind == "system" else [])] for i in range(count)]
+    answers = [[i % 8, 6, i, 5] if kind == "turns" else [i, 5] for i in range(count)]
+    masks = [[1, 0, 1, 1]] * count if kind == "turns" else None
+    batch = Batch.from_samples(prompts, answers, completion_masks=masks)
+    assert len(share_prefixes(batch).token_index_U) <= cap
+    assert num_keys(batch) > 64_000
+    plan = plan_batch(batch, cap, world_size)
+    parts = [batch.select(part) for rank in range(world_size) for part in plan.micro_batches(rank)]
+    assert sum(part.num_sequences for part in parts) == count
+    assert max(len(share_prefixes(part).token_index_U) for part in parts) <= cap
+    # A prompt that several sequences have is a segment of its own, of at most half of their paths.
+    assert max(map(num_keys, parts)) <= 1.5 * 8 * cap
+    assert len(parts) <= -(-num_keys(batch) // (8 * cap)) + world_size
+
+
+def test_a_unit_of_many_keys_stays_whole():
+    batch = Batch.from_samples([[*range(1000)]] * 64, [[i, 5] for i in range(64)])
+    plan = plan_batch(batch.replace(unit_B=torch.arange(64) % 2), 1200)
+    assert [len(part) for part in plan.micro_batches(0)] == [32, 32]
+
+
 def test_plan_keeps_groups_together():
     lengths = [5, 3, 6, 4]
     prompts = [[i, i, i, i] for i in range(8) for _ in lengths]
