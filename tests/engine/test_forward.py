@@ -115,10 +115,15 @@ def test_a_sampled_image_token_is_a_token_like_any_other(tiny_model):
     before = prepare_model_inputs(batch, CPU, backbone=backbone)
     ids = batch.input_ids_T.clone()
     ids[batch.active_index_T[0] + 1] = backbone.config.image_token_id
-    check_batch(batch.replace(input_ids_T=ids), backbone)
-    after = prepare_model_inputs(batch.replace(input_ids_T=ids), CPU, backbone=backbone)
-    assert torch.equal(after.images.source_index_U, before.images.source_index_U)
-    assert torch.equal(after.position_ids_U, before.position_ids_U)
+    sampled = batch.replace(input_ids_T=ids)
+    # A run may compute some of the log-probabilities: the mask then leaves sampled tokens out.
+    left_out = batch.loss_mask_T.clone()
+    left_out[batch.active_index_T[0]] = False
+    for each in (sampled, sampled.replace(loss_mask_T=left_out)):
+        check_batch(each, backbone)
+        after = prepare_model_inputs(each, CPU, backbone=backbone)
+        assert torch.equal(after.images.source_index_U, before.images.source_index_U)
+        assert torch.equal(after.position_ids_U, before.position_ids_U)
 
 
 def test_samples_of_a_prompt_share_its_images(tiny_model):

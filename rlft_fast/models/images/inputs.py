@@ -191,8 +191,22 @@ def _family(backbone: Any) -> ImageFamily:
 
 
 def _is_image(backbone: Any, batch: Batch) -> Tensor:
-    """(T,) bool: the tokens of images. An image token that the policy has sampled stands for no image."""
-    return (batch.input_ids_T == backbone.config.image_token_id) & ~batch.loss_mask_T.roll(1)
+    """(T,) bool: the tokens of images, which are the first runs of image tokens of a sequence.
+
+    A later image token stands for no image: the policy has sampled it. The loss mask may leave sampled tokens out.
+    """
+    is_token_T, lengths_B = batch.input_ids_T == backbone.config.image_token_id, batch.cu_seqlens.diff()
+    begins_T = is_token_T & ~is_token_T.roll(1)
+    starts_B = batch.cu_seqlens[:-1].long()
+    begins_T[starts_B] = is_token_T[starts_B]
+    run_T = begins_T.cumsum(0)
+    before_B = (run_T - begins_T.long())[starts_B]
+    num_images_B = torch.tensor([_num_images(backbone, own) for own in batch.images_B], dtype=torch.int64)
+    return is_token_T & (run_T <= (before_B + num_images_B).repeat_interleave(lengths_B))
+
+
+def _num_images(backbone: Any, own: Images | None) -> int:
+    return 0 if own is None else len(_family(backbone).tokens(backbone.config, own.inputs))
 
 
 def _run_lengths(mask: Tensor) -> list[int]:
