@@ -56,12 +56,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-ray install-peers install-oldest demo demo-tools methods test test-slow test-vllm test-ray test-peers test-oldest test-newest test-cpus crash-test crash-test-ray nightly lint
+.PHONY: help install install-vllm install-ray install-peers install-oldest demo demo-tools demo-images methods test test-slow test-vllm test-ray test-peers test-oldest test-newest test-cpus crash-test crash-test-ray nightly lint
 .PHONY: cuda wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
 .PHONY: bench-host bench-integrations bench-objectives bench-learning docs clean
 
 help:
-	@echo "make install | install-vllm | demo | demo-tools | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | test-newest | test-cpus | crash-test | crash-test-ray | nightly | lint"
+	@echo "make install | install-vllm | demo | demo-tools | demo-images | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | test-newest | test-cpus | crash-test | crash-test-ray | nightly | lint"
 	@echo "     wheel | wheels | test-wheel | test-wheel-peers | cuda | sanitize | emulate | gpu-rehearsal"
 	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | bench-objectives | bench-learning | methods"
 	@echo "     docs | clean"
@@ -94,6 +94,10 @@ demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm) $(if $(RAY),install-r
 # The same model learns to use a calculator in several turns.
 demo-tools: install
 	$(BIN)/rlft-fast demo tools --seed $(SEED)
+
+# A small vision-language model of random weights learns to tell colours and shapes.
+demo-images: install
+	$(BIN)/rlft-fast demo images --seed $(SEED)
 
 install-ray: install
 	@$(BIN)/python -c "import ray" 2>/dev/null || $(PIP) -c constraints.txt ray
