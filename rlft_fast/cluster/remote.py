@@ -3,8 +3,9 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
@@ -13,8 +14,18 @@ from rlft_fast.config import ModelConfig
 from rlft_fast.data import Batch, Samples
 from rlft_fast.engine import CheckpointManager, EngineFacts, Future, Loss, Output
 from rlft_fast.errors import Interrupted
-from rlft_fast.rollout import NonFiniteLogitsError, RolloutError, SamplingParams, Seeds, draw_seeds
+from rlft_fast.rollout import (
+    Answers,
+    NonFiniteLogitsError,
+    Request,
+    RolloutError,
+    SamplingParams,
+    Seeds,
+    draw_seeds,
+)
 from rlft_fast.world import World
+
+T = TypeVar("T")
 
 _ATTEMPTS = 5  # to sync, while servers die and others start
 
@@ -146,13 +157,25 @@ class RemoteRollout:
     def samples(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None) -> Samples:
         """See `Rollout.samples`. Where all servers have died, others sample again from the same seeds."""
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
+        return self._asked(lambda: self.group.generate_sequences([*prompts], params, seeds))
+
+    def answer(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
+        """See `Rollout.answer`. A worker gets the requests that its rank has under torchrun, see `samples`."""
+        size = self.group.size
+        shares: list[list[Request]] = [[] for _ in range(size)]
+        for request in requests:
+            shares[request.row % size].append(replace(request, row=request.row // size))
+        answers = [iter(own) for own in self._asked(lambda: self.group.answer(shares, params))]
+        return [next(answers[request.row % size]) for request in requests]
+
+    def _asked(self, ask: Callable[[], T]) -> T:
         try:
-            return self.group.generate_sequences([*prompts], params, seeds)
+            return ask()
         except RolloutError as error:
             if self.servers is None or isinstance(error, NonFiniteLogitsError):
                 raise
         self._sync()
-        return self.group.generate_sequences([*prompts], params, seeds)
+        return ask()
 
     def _sync(self) -> None:
         for attempts_left in reversed(range(_ATTEMPTS)):

@@ -21,7 +21,7 @@ from rlft_fast.engine import (
     role_engine,
 )
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout
+from rlft_fast.rollout import Answers, Request, Rollout, SamplingParams, Seeds, build_rollout
 from rlft_fast.world import World
 
 _NO_ROLE = {
@@ -216,6 +216,19 @@ class ActorRolloutRefWorker(Worker):
         samples = self.rollout.samples(prompts, params, seeds)
         self.busy_seconds = self.rollout.seconds
         return samples
+
+    @register(DP_COMPUTE_PROTO)
+    def answer(self, requests: list[list[Request]], params: SamplingParams) -> list[Answers]:
+        """Samples a completion for each request, see `Rollout.answer`.
+
+        Args:
+            requests: of each worker.
+            params: how to sample.
+        """
+        (own,) = requests
+        answers = self.rollout.answer(own, params)
+        self.busy_seconds = self.rollout.seconds
+        return [answers]
 
     @register(DP_COMPUTE_PROTO, engine="actor")
     def compute_log_prob(self, share: Share, outputs: Sequence[Output] = ("logprob", "entropy")) -> dict[str, Tensor]:

@@ -361,11 +361,6 @@ class Config(RunConfig):
                 )
         if not self.environments_by_name:
             return
-        if self.cluster is not None:
-            yield (
-                "environment answers in the processes that train, and the run has a cluster section: leave one of them "
-                "out, and start the run by torchrun"
-            )
         if self.data.overlong == "truncate":
             yield "environment begins with the conversation of a row, which data.overlong: truncate would cut: filter"
         if not self.data.chat:

@@ -211,7 +211,6 @@ def own_samples(
         more = {"images": images} if images else {}  # the generators of a cluster take none
         samples = rollout.samples(own.token_ids, params, seeds, **more)
     else:
-        assert isinstance(rollout, Rollout)  # the configuration refuses an environment on a cluster
         samples = player.samples(rollout, world, own, params, seeds)
     return samples.replace(row_B=samples.row_B * rows.step + rows.start)
 

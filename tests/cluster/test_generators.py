@@ -23,6 +23,7 @@ from rlft_fast.config import Config
 from tests.support.processes import ALONE, ROOT, ancestry, wait_for
 from tests.support.tiny_models import save_tiny_model
 from tests.support.vllm_rollouts import HEADS, SMALL
+from tests.trainer.runs.test_episodes import episodes_config  # noqa: F401 - a fixture
 from tests.trainer.toy import read_lines, toy_values
 
 pytestmark = [
@@ -82,6 +83,24 @@ def test_a_run_outlives_its_generators(tmp_path):
     assert len(taught) > STEPS // 2
     assert all(row["mismatch_max"] < 1e-3 for row in taught)
     assert not [p for p in servers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_episodes_of_generators(config):
+    """Each turn asks the servers of two workers. Their log-probabilities are as near as those of single messages."""
+    given = config(
+        rollout__backend="vllm", rollout__vllm=SMALL,
+        cluster={"actor": {"num_workers": 2}, "generators": {"num_workers": 1}},
+    )  # fmt: skip
+    path = Path(given.output_dir).with_name("config.yaml")
+    path.write_text(given.to_yaml())
+    done = subprocess.run(
+        [*ALONE, "train", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = read_lines(Path(given.output_dir) / "metrics.jsonl")
+    assert [1 < line["turns_mean"] <= 3 and not line["environment_failed_mean"] for line in lines] == [True] * 3
+    assert max(line["mismatch_max"] for line in lines) < 1e-3
 
 
 @pytest.mark.parametrize("victim", ["server", "host"])

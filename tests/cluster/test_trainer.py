@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from rlft_fast.config import DPOConfig, RewardModelConfig, SFTConfig
 from tests.support.processes import ALONE, ROOT, ancestry, wait_for
+from tests.trainer.runs.test_episodes import episodes_config  # noqa: F401 - a fixture
 from tests.trainer.supervised.rows import texts
 from tests.trainer.supervised.test_pairs import pair_config
 from tests.trainer.toy import HERE, comparable, read_lines, toy_values, write_rows
@@ -85,6 +86,23 @@ def test_the_run_of_torchrun(steps, tiny_model, tmp_path):
         train(ALONE, config, *ray, *apart, "--steps", str(step))
     same_runs(tmp_path / "torchrun", tmp_path / "ray")
     assert [path.name for path in (tmp_path / "ray" / "checkpoints" / "critic").iterdir()]
+
+
+def test_episodes(config, tmp_path):
+    """The driver plays them, and also held-out ones; each worker answers in the prompts of its rank."""
+    held_out = {"path": str(tmp_path / "rows.jsonl"), "temperature": 1.0, "every": 1}
+    path = write(tmp_path, config(evaluation=held_out).model_dump(mode="json"))
+    train(TORCHRUN, path, "--output_dir", str(tmp_path / "torchrun"))
+    ray = [*WORKERS, "--output_dir", str(tmp_path / "ray")]
+    train(ALONE, path, *ray, "--steps", "1")
+    train(ALONE, path, *ray, "--resume")
+    same_runs(tmp_path / "torchrun", tmp_path / "ray")
+    lines = [line for line in read_lines(tmp_path / "ray" / "metrics.jsonl") if "reward_mean" in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert 1 < line["turns_mean"] <= 3
+        assert line["mismatch_max"] < 1e-4
+        assert line["environment_failed_mean"] == 0
 
 
 @pytest.mark.parametrize("objective", ["sft", *(pytest.param(x, marks=pytest.mark.long) for x in ("dpo", "reward"))])

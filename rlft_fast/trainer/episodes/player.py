@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlft_fast.cluster import RemoteRollout
 from rlft_fast.config import EnvironmentConfig
 from rlft_fast.data import Samples
 from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed
@@ -109,8 +110,9 @@ class EpisodePlayer:
         return replace(prompts, texts=texts, token_ids=token_ids, conversations=conversations)
 
     def samples(
-        self, rollout: Rollout, world: World, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None
-    ) -> Samples:
+        self, rollout: Rollout | RemoteRollout, world: World, prompts: Prompts, params: SamplingParams,
+        seeds: Seeds | None = None,
+    ) -> Samples:  # fmt: skip
         """This rank's episodes. All ranks must call it together.
 
         Args:

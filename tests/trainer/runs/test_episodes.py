@@ -57,8 +57,8 @@ class Echo:
         return [{"role": "user", "content": self.first}], 0.125, False
 
 
-@pytest.fixture
-def config(tmp_path):
+@pytest.fixture(name="config")
+def episodes_config(tmp_path):
     """A configuration whose model ends a reply by any of a third of all tokens."""
     model = save_tiny_model("llama", tmp_path / "model", **HEADS)
     (model / "chat_template.jinja").write_text(TEMPLATE)
