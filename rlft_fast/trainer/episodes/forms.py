@@ -6,6 +6,8 @@ pattern requires the whole call: a call that breaks off stays in the content, wh
 
 # ruff: noqa: RUF001 - DeepSeek's tokens have a wide bar.
 
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -167,3 +169,37 @@ FORMS = (
     ),
 )  # fmt: skip
 """In the order in which they are tried."""
+
+
+def own_form(template: Any, tokens: Iterable[str]) -> Form | None:
+    """The form of a tokenizer's ``response_template``; None where it has none, or one without calls.
+
+    Args:
+        template: the tokenizer's, see transformers' `parse_response`.
+        tokens: that were added to the vocabulary.
+    """
+    given = template.get("fields") if isinstance(template, dict) else None
+    fields: dict[str, Any] = given if isinstance(given, dict) else {}
+    calls = fields.get("tool_calls")
+    if not isinstance(calls, dict) or (opens := _pattern(calls, "open")) is None:
+        return None
+    thinking = next((fields[name] for name in _THINKING if name in fields), None)
+    ends = None if thinking is None else _pattern(thinking, "close")
+    thoughts = [form.thought for form in FORMS if ends is None or re.fullmatch(ends, form.thought[1])]
+    if not thoughts:
+        return None
+    token = max((own for own in tokens if re.escape(own) in opens), key=len, default="")
+    # A reply is read alone, without the prompt, at whose end the anchor would be.
+    anchored = {name: value for name, value in template.items() if not name.startswith("start_anchor")}
+    return Form(
+        "the tokenizer's response_template", "a call as the chat template writes it", re.escape(token) or opens, token,
+        thoughts[0], anchored | {"start_anchor_pattern": r"\A"},
+    )  # fmt: skip
+
+
+_THINKING = ("thinking", "reasoning_content", "reasoning")  # names that templates give to the field of thoughts
+
+
+def _pattern(field: Mapping[str, Any], side: str) -> str | None:
+    """The pattern of a field's ``open`` or ``close``."""
+    return re.escape(field[side]) if side in field else field.get(f"{side}_pattern")

@@ -7,7 +7,7 @@ from itertools import groupby, product
 from typing import Any, Protocol
 
 from rlft_fast.trainer.episodes.calls import Parsed, parse, said_message
-from rlft_fast.trainer.episodes.forms import FORMS, HERMES, Form
+from rlft_fast.trainer.episodes.forms import FORMS, HERMES, Form, own_form
 from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Limits, Message, Tokenizer, words_of
 
 _EXPLAINED = """You can call these tools, each described by a line of JSON:
@@ -165,15 +165,28 @@ def _text_of(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result)
 
 
-def find_styles(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> Iterator[Style]:
-    """Styles for these tools: first the chat template's own, where it has results, and calls that `parse` reads."""
+def find_styles(tokenizer: Tokenizer, tools: list[dict[str, Any]], ends: Sequence[str] = ()) -> Iterator[Style]:
+    """Styles for these tools: first the chat template's own, where it has results, and calls that `parse` reads.
+
+    A ``response_template`` of the tokenizer's comes before the forms of families. Where it reads a part of a call as
+    another call, or a call in a thought, it comes after them.
+
+    Args:
+        tokenizer: has the chat template.
+        tools: JSON schemas.
+        ends: texts of the tokens that end a reply.
+    """
     if not tools:
         yield PlainStyle([])
         return
+    own = own_form(getattr(tokenizer, "response_template", None), tokenizer.get_added_vocab())
+    ways = [TemplateStyle(tools, own, as_text=as_text) for as_text in (False, True)] if own is not None else []
+    yield from (style for style in ways if _carries(tokenizer, style, ends, strict=True))
     for form, as_text, shows_tools in product(FORMS, (False, True), (True, False)):
         style = TemplateStyle(tools, form, shows_tools=shows_tools, as_text=as_text)
         if _carries(tokenizer, style):
             yield style
+    yield from (style for style in ways if _carries(tokenizer, style, ends))
     yield PlainStyle(tools, _role_of_instructions(tokenizer))
 
 
@@ -197,8 +210,15 @@ def _told(conversation: Conversation, tools: Sequence[dict[str, Any]], how: str,
     return replace(conversation, messages=[{"role": role, "content": words}, *messages])
 
 
-def _carries(tokenizer: Tokenizer, style: TemplateStyle) -> bool:
-    """Whether the chat template shows these tools, their results, and calls in a form that `parse` reads."""
+def _carries(tokenizer: Tokenizer, style: TemplateStyle, ends: Sequence[str] = (), *, strict: bool = False) -> bool:
+    """Whether the chat template shows these tools, their results, and calls in a form that `parse` reads.
+
+    Args:
+        tokenizer: has the template.
+        style: to be tried.
+        ends: `parse` reads what stands before the first of these texts.
+        strict: whether no part of a call may be read as another call, and no call in a thought.
+    """
     names = [name_of(tool) for tool in style.tools]
     call = {"name": names[0], "arguments": {"mark": MARK}}
     asked = style.with_tools(Conversation([{"role": "user", "content": "Is it so?"}]))
@@ -215,9 +235,20 @@ def _carries(tokenizer: Tokenizer, style: TemplateStyle) -> bool:
         prompt, said, answered = render(), render(reply), render(reply, *result)
     except Exception:  # a template is code of the model's, and raises its own errors
         return False
-    read = parse(said.removeprefix(prompt), style.form)
-    shown = all(name in prompt for name in names) and RESULT_MARK in answered
-    return shown and [found | {"id": None} for found in read.calls] == [call | {"id": None}]
+    if RESULT_MARK not in answered or not all(name in prompt for name in names):
+        return False
+    written = said.removeprefix(prompt)
+    written = written[: min((place for end in ends if (place := written.find(end)) >= 0), default=None)]
+    if _calls_in(written, style.form) != [call | {"id": None}]:
+        return False
+    parts = [_calls_in(written[:end], style.form) for end in range(len(written) if strict else 0)]
+    opened, close = style.form.thought
+    thought = f"{opened}Perhaps {written.rpartition(close)[2]}" if strict else ""  # a template may add an empty thought
+    return all(calls in ([], [call | {"id": None}]) for calls in parts) and not _calls_in(thought, style.form)
+
+
+def _calls_in(text: str, form: Form) -> list[dict[str, Any]]:
+    return [found | {"id": None} for found in parse(text, form).calls]
 
 
 def name_of(tool: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ def choose_suffixes(
     tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]], end_token_ids: Sequence[int]
 ) -> "Suffixes":
     """The suffixes of the first style that the chat template proves, see `Suffixes`."""
-    for style in find_styles(tokenizer, tools):
+    for style in find_styles(tokenizer, tools, [str(tokenizer.decode([i])) for i in end_token_ids]):
         try:
             return Suffixes(tokenizer, style, end_token_ids)
         except ValueError:

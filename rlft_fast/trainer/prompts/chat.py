@@ -28,6 +28,8 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Any, **options: Any) -> Any: ...
 
+    def get_added_vocab(self) -> dict[str, int]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:

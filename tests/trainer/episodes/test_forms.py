@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import trl
+import trl.chat_template_utils
 from transformers.utils import get_json_schema
 
 from rlft_fast.trainer.episodes.calls import Parsed, parse, text_of
-from rlft_fast.trainer.episodes.forms import HERMES
+from rlft_fast.trainer.episodes.forms import FORMS, HERMES
 from rlft_fast.trainer.episodes.styles import PlainStyle
 from rlft_fast.trainer.episodes.suffix import choose_suffixes
 from rlft_fast.trainer.prompts import Conversation
@@ -146,6 +147,36 @@ def test_letters_are_no_call_where_the_tokenizer_has_a_token(tokenizer):
     spelled = text_of(tokenizer, letters, HERMES)
     assert parse(spelled, HERMES) == Parsed(spelled, [])
     assert spelled.startswith("< tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("family", "call", "end", "is_own"),
+    [
+        # No family here has this form, so its template is taken although it reads a part of a call as a call.
+        ("lfm2_2_5", "<|tool_call_start|>[add(item='7', count=2)]<|tool_call_end|>", "<|im_end|>", True),
+        ("qwen3", FAMILIES["qwen3"][0], "<|im_end|>", True),
+        # A template reads a call that lacks a tag, or one in a thought without a line break, or needs the end token.
+        ("qwen3_6", FAMILIES["qwen3_6"][0], "<|im_end|>", False),
+        ("gemma4", FAMILIES["gemma4"][0], "<turn|>", False),
+        ("llama3_2", FAMILIES["llama3_2"][0], "<|eot_id|>", False),
+    ],
+)
+def test_a_tokenizer_says_how_it_calls(family, call, end, is_own, tokenizer):
+    """By the response templates that TRL gives tokenizers: the tokenizer's own comes first, unless it is careless."""
+    tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+    name = {"qwen3_6": "qwen3_5", "llama3_2": "llama3"}.get(family, family)
+    tokenizer.response_template = getattr(trl.chat_template_utils, f"{name}_template")
+    try:
+        style = choose_suffixes(tokenizer, TOOLS, tokenizer.convert_tokens_to_ids([end])).style
+    finally:
+        tokenizer.response_template = None
+    assert (style.form not in FORMS) == is_own
+    read = parse(call, style.form, TOOLS)
+    assert [{key: found[key] for key in CALL} for found in read.calls] == [CALL]
+    thought = f"{style.form.thought[0]}Perhaps {call}"
+    assert not parse(thought, style.form, TOOLS).calls
+    assert parse(f"{thought}{style.form.thought[1]}{call}", style.form, TOOLS).calls == read.calls
+    assert parse(call[: call.index("7")], style.form, TOOLS).mistake or family == "lfm2_2_5"
 
 
 def test_the_last_style_is_for_every_template(tokenizer):
