@@ -22,11 +22,12 @@ OURS, THEIRS, PADDING_FREE = "rlft_fast", "TRL, padded", "TRL, padding-free"
 LEAN, RECOMPUTING = "rlft_fast, recomputing", "TRL, padded, recomputing"
 OBJECTIVES = {"sft": "SFT", "dpo": "DPO", "reward": "reward model"}
 _KEEPS = {"gradient_checkpointing": False}  # TRL's default is the recomputing side
-_CAP = {"max_tokens": 768}
+# Tokens of our micro-batches: little more than the longest row or pair that is admitted.
+_CAPS = {"sft": 384, "dpo": 768, "reward": 768}
 
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
-    OURS: ("ours", _CAP),
-    LEAN: ("ours", _CAP | {"activation_checkpointing": "full"}),
+    OURS: ("ours", {}),
+    LEAN: ("ours", {"activation_checkpointing": "full"}),
     THEIRS: ("trl", _KEEPS),
     RECOMPUTING: ("trl", {"gradient_checkpointing": True}),
     PADDING_FREE: ("trl", _KEEPS | {"padding_free": True}),
@@ -47,6 +48,7 @@ def run(
                 if name in _OF_SFT_ALONE and objective != "sft":
                     continue
                 kind, options = SIDES[name]
+                options = {"max_tokens": _CAPS[objective]} | options if kind == "ours" else options
                 arguments = [kind, objective, model, folder, json.dumps(options)]
                 sides.append(Side.start(name, "benchmarks.objectives.sides", arguments, threads))
             take_turns(sides, rounds)

@@ -24,8 +24,8 @@ An optimizer step of SmolLM2-135M-Instruct in float32 on the same rows, with Ada
 for SFT, with prompts of about {prompt} tokens and answers of about {answer}, of which the longest have several times as
 many; {num_pairs} pairs for DPO and the reward model, with prompts of {pair_prompt} tokens and answers of about
 {pair_answer}. Each side reads the texts with its own code. Ours is `RowsTrainer` as the commands run it, with
-micro-batches of at most 768 tokens. TRL's is the inner loop of `train()`, from `on_step_begin` to `on_step_end`, with
-its default batch size of 8, or all rows where they are fewer. TRL's fused head is always on.
+micro-batches of at most 384 tokens, or 768 for pairs. TRL's is the inner loop of `train()`, from `on_step_begin` to
+`on_step_end`, with its default batch size of 8, or all rows where they are fewer. TRL's fused head is always on.
 
 TRL recomputes activations in the backward pass unless told otherwise. The bars compare sides that keep them, which is
 faster; the table also has both sides recomputing. Without recomputing, a smaller cap of tokens is our way to less
