@@ -11,8 +11,8 @@ import yaml
 
 import rlft_fast
 from rlft_fast.config import OBJECTIVES, AlgorithmConfig, Config, ConfigError, load_config, section_of, sections
-from rlft_fast.config import algorithm as algorithm_config
-from rlft_fast.config import model as model_config
+from rlft_fast.config.schema import algorithm as algorithm_config
+from rlft_fast.config.schema import model as model_config
 from rlft_fast.engine.schedule import _DECAYS
 from rlft_fast.rl import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Aggregation, KLEstimator
 from rlft_fast.trainer.objective import Objective
@@ -520,7 +520,7 @@ def test_unreadable_file(text, tmp_path):
 def attributes_read() -> set[str]:
     """Every attribute name that the package reads, outside rlft_fast.config."""
     package = Path(rlft_fast.__file__).parent
-    trees = [ast.parse(path.read_text()) for path in package.rglob("*.py") if path.parent.name != "config"]
+    trees = [ast.parse(path.read_text()) for path in package.rglob("*.py") if "config" not in path.parts]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
 

@@ -3,48 +3,56 @@
 The docstring under a field is the help text of its key (``rlft-fast train --help``).
 """
 
-from rlft_fast.config.algorithm import AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key, value_at, without_password
-from rlft_fast.config.cluster import ClusterConfig, GeneratorsConfig, GroupName, WorkersConfig
-from rlft_fast.config.environment import EnvironmentConfig
-from rlft_fast.config.model import (
-    CriticConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TeacherConfig,
-    TopKTeacherConfig,
-)
 from rlft_fast.config.objectives import OBJECTIVES, load_config
 from rlft_fast.config.paths import HUB, hub_parts
 from rlft_fast.config.resume import changed_settings, fixed_settings
 from rlft_fast.config.roles import HeadKind, Role, StepPhase
-from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig, VLLMConfig
-from rlft_fast.config.run import (
+from rlft_fast.config.schema import (
     MODEL_PART,
     SERVER_PART,
+    SMALLEST_VLLM_TEMPERATURE,
+    TOKEN_VARIABLE,
+    AlgorithmConfig,
+    CheckpointConfig,
+    ClusterConfig,
     Config,
+    CriticConfig,
     DataConfig,
-    EvaluationConfig,
-    RewardConfig,
-)
-from rlft_fast.config.servers import TOKEN_VARIABLE, check_server_url, server_urls
-from rlft_fast.config.supervised import (
     DPOConfig,
+    EngineConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    GeneratorsConfig,
+    GroupName,
+    HeldOutConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
     PairConfig,
     PairDataConfig,
     PreferenceConfig,
+    ProfileConfig,
+    RewardConfig,
     RewardDataConfig,
     RewardModelConfig,
+    RolloutConfig,
+    RowsConfig,
+    RunConfig,
     SFTConfig,
     SFTDataConfig,
     SFTEvaluationConfig,
     SFTTeacherConfig,
     TaughtConfig,
     TaughtDataConfig,
+    TeacherConfig,
+    TopKTeacherConfig,
+    VLLMConfig,
+    WorkersConfig,
+    check_server_url,
+    run_roles,
+    server_urls,
 )
-from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, ProfileConfig, RowsConfig, RunConfig, run_roles
 
 __all__ = [
     "HUB",

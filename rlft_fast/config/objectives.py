@@ -6,9 +6,7 @@ import yaml
 
 from rlft_fast.config.base import ConfigError
 from rlft_fast.config.reader import read_file
-from rlft_fast.config.run import Config
-from rlft_fast.config.supervised import DPOConfig, RewardModelConfig, SFTConfig
-from rlft_fast.config.training import RunConfig
+from rlft_fast.config.schema import Config, DPOConfig, RewardModelConfig, RunConfig, SFTConfig
 from rlft_fast.files import read_text
 
 OBJECTIVES: dict[str, type[RunConfig]] = {

@@ -3,7 +3,18 @@
 Everything works on packed, position-aligned tensors (see `rlft_fast.data.Batch`) and never communicates.
 """
 
-from rlft_fast.rl.advantages import ADVANTAGES, AdvantageError, AdvantageFunction, compute_advantages
+from rlft_fast.rl.advantages import (
+    ADVANTAGES,
+    AdvantageError,
+    AdvantageFunction,
+    AdvantageReturn,
+    compute_advantages,
+    discounted_returns,
+    distillation_advantage,
+    gae,
+    grpo_advantage,
+    whiten,
+)
 from rlft_fast.rl.aggregation import Aggregation, loss_scale, loss_weights, response_lengths
 from rlft_fast.rl.controllers import AdaptiveEntropy, AdaptiveKL
 from rlft_fast.rl.correction import (
@@ -13,16 +24,13 @@ from rlft_fast.rl.correction import (
     mismatch_metrics,
 )
 from rlft_fast.rl.distillation import top_k_divergence
-from rlft_fast.rl.group_advantages import grpo_advantage
 from rlft_fast.rl.kl import KLEstimator, kl_estimate, reward_with_kl
 from rlft_fast.rl.losses import PolicyLoss, PolicyLossError, ValueLoss, explained_variance
 from rlft_fast.rl.methods import TokenSelection, arguments_of, call_method, needs, needs_of
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
 from rlft_fast.rl.preferences import BradleyTerryLoss, PairLoss, PreferenceLoss
 from rlft_fast.rl.supervised import LikelihoodLoss
-from rlft_fast.rl.token_advantages import AdvantageReturn, discounted_returns, distillation_advantage, gae
 from rlft_fast.rl.token_choice import clip_cov_tokens, high_entropy_tokens, kl_cov_tokens
-from rlft_fast.rl.whitening import whiten
 
 __all__ = [
     "ADVANTAGES",

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from rlft_fast.config import ConfigError, OptimizerConfig
-from rlft_fast.config.supervised import SFTConfig
+from rlft_fast.config.schema.supervised import SFTConfig
 from rlft_fast.engine import Schedule
 from rlft_fast.engine.optimizer import build_optimizer, named_parameters
 from tests.engine import reference

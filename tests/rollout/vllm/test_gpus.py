@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rlft_fast.config import RolloutConfig
-from rlft_fast.config.rollout import VLLMConfig
+from rlft_fast.config.schema.rollout import VLLMConfig
 from rlft_fast.rollout import SampledModel
 from rlft_fast.rollout.vllm.colocated import VLLMGenerator, _check_separate_gpus, environment
 from rlft_fast.rollout.vllm.separate import _process_environment

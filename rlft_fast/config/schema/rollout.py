@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.resume import MayChange
-from rlft_fast.config.servers import ServerEntry
+from rlft_fast.config.schema.servers import ServerEntry
 
 SMALLEST_VLLM_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a smaller one is asked for, but reports it only in its log."""

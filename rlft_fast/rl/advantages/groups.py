@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl._checks import check_shapes
+from rlft_fast.rl.advantages.whitening import whiten
 from rlft_fast.rl.aggregation import response_lengths
-from rlft_fast.rl.whitening import whiten
 
 
 @torch.no_grad()

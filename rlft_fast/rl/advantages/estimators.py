@@ -14,7 +14,7 @@ from rlft_fast.data import Batch
 from rlft_fast.errors import StepError
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.plugins import function_name
-from rlft_fast.rl.group_advantages import (
+from rlft_fast.rl.advantages.groups import (
     dr_grpo_advantage,
     gpg_advantage,
     grpo_advantage,
@@ -22,8 +22,7 @@ from rlft_fast.rl.group_advantages import (
     reinforce_plus_plus_baseline,
     rloo_advantage,
 )
-from rlft_fast.rl.methods import arguments_of, call_method
-from rlft_fast.rl.token_advantages import (
+from rlft_fast.rl.advantages.tokens import (
     AdvantageReturn,
     no_advantage,
     optimal_token_advantage,
@@ -31,6 +30,7 @@ from rlft_fast.rl.token_advantages import (
     remax_advantage,
     whitened_gae,
 )
+from rlft_fast.rl.methods import arguments_of, call_method
 
 AdvantageFunction = Callable[..., Tensor | AdvantageReturn]
 

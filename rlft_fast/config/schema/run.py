@@ -6,17 +6,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.base import Section, rule
-from rlft_fast.config.cluster import ClusterConfig
-from rlft_fast.config.environment import EnvironmentConfig
-from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig, ScoringConfig, TeacherConfig
 from rlft_fast.config.paths import DataPath, FunctionName, ModelPath
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import Role, StepPhase
-from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig
-from rlft_fast.config.servers import ServerUrl
-from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, TrackerName
+from rlft_fast.config.schema.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
+from rlft_fast.config.schema.cluster import ClusterConfig
+from rlft_fast.config.schema.environment import EnvironmentConfig
+from rlft_fast.config.schema.model import CriticConfig, EngineConfig, ModelConfig, ScoringConfig, TeacherConfig
+from rlft_fast.config.schema.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig
+from rlft_fast.config.schema.servers import ServerUrl
+from rlft_fast.config.schema.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, TrackerName
 
 SERVER_PART = "server"
 """Name of the part of a reward that a server gives."""
