@@ -11,9 +11,9 @@ from rlft_fast.config import Config
 from rlft_fast.data import Samples, cat_samples
 from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, sample_seeds
 from rlft_fast.run import Phases
+from rlft_fast.trainer.answers import own_rows, own_samples
 from rlft_fast.trainer.curriculum import Curriculum
 from rlft_fast.trainer.episodes import EpisodePlayer
-from rlft_fast.trainer.evaluation import own_rows, own_samples
 from rlft_fast.trainer.experience import early_stop_metrics, penalize_length, rows_with_signal
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.models import SamplingModels

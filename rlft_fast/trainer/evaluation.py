@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlft_fast.cluster import RemoteRollout
 from rlft_fast.config import Config, RolloutConfig
 from rlft_fast.data import Samples, cat_samples
-from rlft_fast.engine import Engine, FSDPEngine, role_engine
-from rlft_fast.models import load_tokenizer, name_some
+from rlft_fast.engine import FSDPEngine, role_engine
+from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
 from rlft_fast.run import dotted
+from rlft_fast.trainer.answers import own_rows, own_samples
 from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.experience import merge_metrics, sample_records
 from rlft_fast.trainer.inputs import (
@@ -25,7 +25,8 @@ from rlft_fast.trainer.inputs import (
     require_agreement,
 )
 from rlft_fast.trainer.judge import Judge
-from rlft_fast.trainer.prompts import ImageError, ImageReader, Prompts
+from rlft_fast.trainer.models import check_finite
+from rlft_fast.trainer.prompts import ImageReader, Prompts
 from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
 _STEP_OF_SEEDS = 2**32  # no step of a run has this number, so no seed of an evaluation is a seed of a step
@@ -180,41 +181,3 @@ class _Batches:
             self.done += len(rows)
             self.progress(self.done, self.total)
         return cat_samples(parts)
-
-
-def check_finite(key: str, engine: Engine) -> None:
-    """Raises ValueError for weights that are not finite: nothing that a run makes of them is worth saving."""
-    if bad := engine.non_finite_weights():
-        raise ValueError(
-            f"{key} is {engine.facts.path}, whose weights are not finite ({name_some(bad)}): save or download it again"
-        )
-
-
-def own_samples(
-    rollout: Rollout | RemoteRollout, world: World, prompts: Prompts, params: SamplingParams,
-    seeds: Seeds | None = None, player: EpisodePlayer | None = None,
-) -> Samples:  # fmt: skip
-    """This rank's answers to its share of the prompts. All ranks must call it together.
-
-    Args:
-        rollout: samples.
-        world: the ranks that share the prompts.
-        prompts: of all ranks.
-        params: how to sample.
-        seeds: of this rank's answers; None: torch's random state gives them.
-        player: plays an episode per answer; None: an answer is one message.
-    """
-    rows = own_rows(world, prompts)
-    own = prompts.select(rows)
-    if player is None:
-        images = world.together(own.load_images, ImageError) if prompts.images else []
-        more = {"images": images} if images else {}  # the generators of a cluster take none
-        samples = rollout.samples(own.token_ids, params, seeds, **more)
-    else:
-        samples = player.samples(rollout, world, own, params, seeds)
-    return samples.replace(row_B=samples.row_B * rows.step + rows.start)
-
-
-def own_rows(world: World, prompts: Prompts) -> range:
-    """The prompts that this rank answers."""
-    return range(world.rank, len(prompts), world.size)

@@ -47,6 +47,7 @@ from rlft_fast.engine import (
     results,
     role_engine,
 )
+from rlft_fast.models import name_some
 from rlft_fast.rollout import Rollout, build_rollout, token_from_environment
 from rlft_fast.world import World
 
@@ -312,3 +313,11 @@ def _paths_of_rl(config: Config) -> dict[str, Any]:
     if critic is not None:
         critic = _started_from(critic).model_copy(update={"model": _absolute(critic.model)})
     return {"reward": reward, "critic": critic}
+
+
+def check_finite(key: str, engine: Engine) -> None:
+    """Raises ValueError for weights that are not finite: nothing that a run makes of them is worth saving."""
+    if bad := engine.non_finite_weights():
+        raise ValueError(
+            f"{key} is {engine.facts.path}, whose weights are not finite ({name_some(bad)}): save or download it again"
+        )

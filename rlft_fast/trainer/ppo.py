@@ -28,7 +28,7 @@ from rlft_fast.run import Evaluated, Phases, StepResult, dotted, read_rollout, t
 from rlft_fast.trainer.collector import Collected, Collector
 from rlft_fast.trainer.curriculum import Curriculum
 from rlft_fast.trainer.distillation import asked_of_teacher, check_embeddings, with_teacher
-from rlft_fast.trainer.evaluation import check_finite, evaluate_sets
+from rlft_fast.trainer.evaluation import evaluate_sets
 from rlft_fast.trainer.experience import (
     Experience,
     build_batch,
@@ -46,7 +46,7 @@ from rlft_fast.trainer.inputs import (
     make_objective,
 )
 from rlft_fast.trainer.learner import Learner
-from rlft_fast.trainer.models import build_models, notes_on
+from rlft_fast.trainer.models import build_models, check_finite, notes_on
 from rlft_fast.trainer.overlap import Overlap
 from rlft_fast.trainer.prompts import ImageError, overlong_notes
 from rlft_fast.trainer.schedule import Schedule
