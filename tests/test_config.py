@@ -15,7 +15,7 @@ from rlft_fast.config.schema import algorithm as algorithm_config
 from rlft_fast.config.schema import model as model_config
 from rlft_fast.engine.schedule import _DECAYS
 from rlft_fast.rl import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Aggregation, KLEstimator
-from rlft_fast.trainer.objective import Objective
+from rlft_fast.trainer.learn.objective import Objective
 from tests.support.configs import MINIMAL
 
 FULL = MINIMAL | {

@@ -34,8 +34,8 @@ from benchmarks.support.picture import OURS_COLOR, save
 from rlft_fast.config import AlgorithmConfig
 from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, Samples, plan_batch, share_prefixes
 from rlft_fast.engine.forward import gather_outputs, prepare_micro_batches
-from rlft_fast.trainer.experience import build_batch, rollout_metrics, rows_with_signal, scored_samples
-from rlft_fast.trainer.objective import Objective
+from rlft_fast.trainer.collect.experience import build_batch, rollout_metrics, rows_with_signal, scored_samples
+from rlft_fast.trainer.learn.objective import Objective
 from rlft_fast.world import World
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,8 @@ from rlft_fast.engine import FSDPEngine, role_engine
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
 from rlft_fast.run import dotted
-from rlft_fast.trainer.answers import own_rows, own_samples
+from rlft_fast.trainer.collect import Judge, merge_metrics, own_rows, own_samples, sample_records
 from rlft_fast.trainer.episodes import EpisodePlayer
-from rlft_fast.trainer.experience import merge_metrics, sample_records
 from rlft_fast.trainer.inputs import (
     check_held_out,
     check_images,
@@ -24,7 +23,6 @@ from rlft_fast.trainer.inputs import (
     open_environment,
     require_agreement,
 )
-from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.models import check_finite
 from rlft_fast.trainer.prompts import ImageReader, Prompts
 from rlft_fast.world import World, init_distributed, naming_lost_ranks

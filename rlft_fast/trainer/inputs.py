@@ -23,10 +23,9 @@ from rlft_fast.models import (
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rollout import with_ties
 from rlft_fast.run import dotted, naming_start
-from rlft_fast.trainer.distillation import check_teacher, other_tokens
+from rlft_fast.trainer.collect import Judge, load_functions
 from rlft_fast.trainer.episodes import EpisodePlayer, environment_names
-from rlft_fast.trainer.judge import Judge, load_functions
-from rlft_fast.trainer.objective import Objective
+from rlft_fast.trainer.learn import Objective, check_teacher, other_tokens
 from rlft_fast.trainer.prompts import ImageReader, Prompts, load_prompts, read_sets
 from rlft_fast.world import World
 

@@ -25,12 +25,13 @@ from rlft_fast.engine import Output, weighted
 from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import Rollout
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted, read_rollout, token_columns
-from rlft_fast.trainer.collector import Collected, Collector
-from rlft_fast.trainer.curriculum import Curriculum
-from rlft_fast.trainer.distillation import asked_of_teacher, check_embeddings, with_teacher
-from rlft_fast.trainer.evaluation import evaluate_sets
-from rlft_fast.trainer.experience import (
+from rlft_fast.trainer.collect import (
+    Collected,
+    Collector,
+    Curriculum,
     Experience,
+    Overlap,
+    Schedule,
     build_batch,
     mini_batch_rows,
     rollout_metrics,
@@ -38,6 +39,7 @@ from rlft_fast.trainer.experience import (
     scored_samples,
     staleness_metrics,
 )
+from rlft_fast.trainer.evaluation import evaluate_sets
 from rlft_fast.trainer.inputs import (
     check_support,
     check_tokens,
@@ -45,11 +47,9 @@ from rlft_fast.trainer.inputs import (
     load_inputs,
     make_objective,
 )
-from rlft_fast.trainer.learner import Learner
+from rlft_fast.trainer.learn import Learner, asked_of_teacher, check_embeddings, with_teacher
 from rlft_fast.trainer.models import build_models, check_finite, notes_on
-from rlft_fast.trainer.overlap import Overlap
 from rlft_fast.trainer.prompts import ImageError, overlong_notes
-from rlft_fast.trainer.schedule import Schedule
 from rlft_fast.world import STOP, LeftEarlyError, World, init_distributed
 
 _SHOWN_EXAMPLES = 3

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch, Samples, cat_samples
 from rlft_fast.rollout import Completion, to_samples
-from rlft_fast.trainer.experience import (
+from rlft_fast.trainer.collect.experience import (
     build_batch,
     merge_metrics,
     mini_batch_rows,
@@ -21,7 +21,7 @@ from rlft_fast.trainer.experience import (
     scored_samples,
     with_rewards,
 )
-from rlft_fast.trainer.objective import Objective
+from rlft_fast.trainer.learn.objective import Objective
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 from tests.support.samples import ANSWERS, PROMPTS, REWARDS, SAMPLES, UNMASKED

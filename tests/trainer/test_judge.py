@@ -16,7 +16,7 @@ from rlft_fast.config import Config, DataConfig, EngineConfig
 from rlft_fast.engine import FSDPEngine, role_engine
 from rlft_fast.rollout import Completion, to_samples
 from rlft_fast.trainer import train
-from rlft_fast.trainer.judge import Judge, RewardModelReader, RewardModelScorer
+from rlft_fast.trainer.collect.judge import Judge, RewardModelReader, RewardModelScorer
 from rlft_fast.trainer.prompts import Prompts, load_prompts
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed

@@ -13,7 +13,7 @@ from rlft_fast.config import AlgorithmConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.trainer import PPOTrainer, Run, train
-from rlft_fast.trainer.objective import Objective
+from rlft_fast.trainer.learn.objective import Objective
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, write_rows
 
 OWN = Path(__file__).parent / "my_methods.py"

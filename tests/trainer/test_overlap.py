@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+import rlft_fast.trainer.collect.overlap
 import rlft_fast.trainer.models
-import rlft_fast.trainer.overlap
 from rlft_fast.config import Config
 from rlft_fast.data import Samples
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import RolloutError, build_rollout
 from rlft_fast.run import read_rollout, read_timeline
 from rlft_fast.trainer import train
-from rlft_fast.trainer.curriculum import Curriculum
+from rlft_fast.trainer.collect.curriculum import Curriculum
+from rlft_fast.trainer.collect.judge import Judge
+from rlft_fast.trainer.collect.overlap import Overlap
+from rlft_fast.trainer.collect.schedule import Schedule
 from rlft_fast.trainer.inputs import load_training
-from rlft_fast.trainer.judge import Judge
-from rlft_fast.trainer.overlap import Overlap
-from rlft_fast.trainer.schedule import Schedule
 from tests.support.copied_generator import copied_rollout
 from tests.trainer.struck import FEWER_OPTIONS, assert_same_result, write_config
 from tests.trainer.toy import comparable, read_lines, toy_config, toy_values
@@ -272,7 +272,7 @@ def test_a_wait_is_told():
 @pytest.mark.filterwarnings("ignore:training has waited")
 def test_a_stuck_generator_ends_the_run(overlapped, tmp_path, monkeypatch):
     """With what is known, after timeout_minutes. Nothing waits for its thread."""
-    monkeypatch.setattr(rlft_fast.trainer.overlap, "_JOINED_WITHIN_S", 0.01)
+    monkeypatch.setattr(rlft_fast.trainer.collect.overlap, "_JOINED_WITHIN_S", 0.01)
     release = threading.Event()
     stuck = lambda number: float(number == 2 and release.wait())  # noqa: E731
     try:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rlft_fast.trainer.schedule import Schedule
+from rlft_fast.trainer.collect.schedule import Schedule
 
 
 def simulated(seed: int, max_staleness: int, *, fails: float, groups_per_step: int = 1, drains: bool = True) -> list:

@@ -24,8 +24,8 @@ from rlft_fast.errors import Checks
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import BradleyTerryLoss, LikelihoodLoss, PairLoss, PreferenceLoss
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted
-from rlft_fast.trainer.distillation import asked_of_teacher, check_embeddings, check_teacher, with_teacher
 from rlft_fast.trainer.inputs import model_checksums
+from rlft_fast.trainer.learn import asked_of_teacher, check_embeddings, check_teacher, with_teacher
 from rlft_fast.trainer.models import build_taught, check_finite, notes_on
 from rlft_fast.trainer.prompts import RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs

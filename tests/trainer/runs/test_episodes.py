@@ -17,7 +17,7 @@ from rlft_fast.config import Config
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import Completion, to_samples
 from rlft_fast.trainer import train
-from rlft_fast.trainer.judge import Judge
+from rlft_fast.trainer.collect.judge import Judge
 from rlft_fast.trainer.prompts import load_prompts
 from rlft_fast.world import World
 from tests.support.copied_generator import copied_rollout

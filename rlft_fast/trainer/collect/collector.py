@@ -11,11 +11,11 @@ from rlft_fast.config import Config
 from rlft_fast.data import Samples, cat_samples
 from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, sample_seeds
 from rlft_fast.run import Phases
-from rlft_fast.trainer.answers import own_rows, own_samples
-from rlft_fast.trainer.curriculum import Curriculum
+from rlft_fast.trainer.collect.answers import own_rows, own_samples
+from rlft_fast.trainer.collect.curriculum import Curriculum
+from rlft_fast.trainer.collect.experience import early_stop_metrics, penalize_length, rows_with_signal
+from rlft_fast.trainer.collect.judge import Judge
 from rlft_fast.trainer.episodes import EpisodePlayer
-from rlft_fast.trainer.experience import early_stop_metrics, penalize_length, rows_with_signal
-from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.models import SamplingModels
 from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import World

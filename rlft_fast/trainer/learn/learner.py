@@ -13,9 +13,9 @@ from rlft_fast.data import Batch
 from rlft_fast.engine import Engine, Future, Output, results
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl import ValueLoss, explained_variance
-from rlft_fast.trainer.experience import Experience, merge_metrics, mismatch
+from rlft_fast.trainer.collect import Experience, merge_metrics, mismatch
+from rlft_fast.trainer.learn.objective import Objective
 from rlft_fast.trainer.models import Models
-from rlft_fast.trainer.objective import Objective
 
 _OF_STEP = ("loss", "grad_norm", "learning_rate", "skipped_steps")  # metrics of an optimizer step without a token
 

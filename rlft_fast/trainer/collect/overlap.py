@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 from rlft_fast.rollout import RolloutError
-from rlft_fast.trainer.schedule import Schedule
+from rlft_fast.trainer.collect.schedule import Schedule
 from rlft_fast.world import STOP, DaemonThreads
 
 T = TypeVar("T")

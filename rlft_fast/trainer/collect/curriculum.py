@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from rlft_fast.config import Config
 from rlft_fast.data import Samples
-from rlft_fast.trainer.experience import compared_rewards
+from rlft_fast.trainer.collect.experience import compared_rewards
 from rlft_fast.trainer.prompts import Prompts
 
 _MEMORY = 0.5  # the policy has moved on since the last group of a prompt

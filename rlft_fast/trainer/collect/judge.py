@@ -33,7 +33,7 @@ from rlft_fast.rewards import (
     weighted_sum,
 )
 from rlft_fast.run import naming_start
-from rlft_fast.trainer.experience import with_rewards
+from rlft_fast.trainer.collect.experience import with_rewards
 from rlft_fast.trainer.prompts import Conversation, Limits, Prompts
 from rlft_fast.world import SPANS, STOP, LeftEarlyError, World
 
