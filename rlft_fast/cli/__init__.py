@@ -1,4 +1,4 @@
-"""The command line: ``rlft-fast COMMAND``, one module of this package per command.
+"""The command line: ``rlft-fast COMMAND``, one module of `rlft_fast.cli.commands` per command.
 
 A module is imported when its command runs, so that help and mistakes are answered at once, without loading torch.
 """
@@ -48,6 +48,8 @@ COMMANDS = {
     "doctor": "report what is installed, which backends work, and why others do not",
 }
 
+_OBJECTIVES = ("sft", "dpo", "reward")  # commands that are `train` with this objective
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _escape_messages()
     try:
         with needing_train():
-            return import_module(f"rlft_fast.cli.{options.command}").run(options.arguments)
+            return _run(options.command, options.arguments)
     except (ValueError, OSError, ImportError, RunError) as error:
         if options.traceback:
             raise
@@ -78,6 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("interrupted", file=sys.stderr)
         return 128 + getattr(error, "signal", signal.SIGINT)
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    if command in _OBJECTIVES:
+        return import_module("rlft_fast.cli.commands.train").run(arguments, command)
+    return import_module(f"rlft_fast.cli.commands.{command}").run(arguments)
 
 
 def script() -> NoReturn:

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from rlft_fast.cli.bench import benchmark_files
+from rlft_fast.cli.commands.bench import benchmark_files
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

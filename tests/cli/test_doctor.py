@@ -15,7 +15,7 @@ import torch
 
 import rlft_fast
 from rlft_fast.cli import main
-from rlft_fast.cli.doctor import linear_logprob_error, why_no_cuda_kernels
+from rlft_fast.cli.commands.doctor import linear_logprob_error, why_no_cuda_kernels
 
 
 @pytest.fixture(scope="module")

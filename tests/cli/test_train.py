@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from rlft_fast.cli import main
+from rlft_fast.cli.commands.train import _memory
 from rlft_fast.cli.keys import key_reference, split_overrides
-from rlft_fast.cli.train import _memory
 from rlft_fast.config import Config, ConfigError, sections
 from rlft_fast.engine.memory import changed, plan_memory
 from rlft_fast.engine.sharding import host_memory

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from rlft_fast.cli.commands.train import require_writable
 from rlft_fast.cli.parser import Parser, path
-from rlft_fast.cli.train import require_writable
 
 _FOLDERS = {"sums": "runs/demo", "tools": "runs/demo-tools", "images": "runs/demo-images"}
 
