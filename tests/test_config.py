@@ -16,7 +16,7 @@ from rlft_fast.config.schema import model as model_config
 from rlft_fast.engine.schedule import _DECAYS
 from rlft_fast.rl import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Aggregation, KLEstimator
 from rlft_fast.trainer.learn.objective import Objective
-from tests.support.configs import MINIMAL
+from tests.support.runs.configs import MINIMAL
 
 FULL = MINIMAL | {
     "cluster": {"generators": {}, "critic": {}, "reference": {}, "teacher": {}, "reward": {}},

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlft_fast.config import ClusterConfig, Config, ConfigError, RolloutConfig, check_server_url, server_urls
-from tests.support.configs import MINIMAL
+from tests.support.runs.configs import MINIMAL
 
 SECRET = "hunter2"
 GOOD = [

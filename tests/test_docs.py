@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlft_fast.cli import main
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.trainer.toy import read_lines
 
 ROOT = Path(__file__).parent.parent

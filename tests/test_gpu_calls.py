@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlft_fast.models.attention.functions import grouped_heads
-from tests.support.gpu_signatures import OVERLOADS, RECORDED, ROOT, Call, gpu_calls
+from tests.support.machine.gpu_signatures import OVERLOADS, RECORDED, ROOT, Call, gpu_calls
 
 SIGNATURES = json.loads(RECORDED.read_text())
 VARLEN = "torch.nn.attention.varlen.varlen_attn"

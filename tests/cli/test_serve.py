@@ -12,7 +12,7 @@ import pytest
 from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.rollout import server_command, token_from_environment
-from tests.support.configs import MINIMAL
+from tests.support.runs.configs import MINIMAL
 
 TOKEN = "a secret of the tests"
 

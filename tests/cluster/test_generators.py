@@ -20,9 +20,9 @@ import yaml
 
 from rlft_fast.cluster.generators import _Host
 from rlft_fast.config import Config
-from tests.support.processes import ALONE, ROOT, ancestry, wait_for
+from tests.support.machine.processes import ALONE, ROOT, ancestry, wait_for
+from tests.support.runs.vllm_rollouts import HEADS, SMALL
 from tests.support.tiny_models import save_tiny_model
-from tests.support.vllm_rollouts import HEADS, SMALL
 from tests.trainer.runs.test_episodes import episodes_config  # noqa: F401 - a fixture
 from tests.trainer.toy import read_lines, toy_values
 

@@ -18,7 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from rlft_fast.config import DPOConfig, RewardModelConfig, SFTConfig
-from tests.support.processes import ALONE, ROOT, ancestry, wait_for
+from tests.support.machine.processes import ALONE, ROOT, ancestry, wait_for
 from tests.trainer.runs.test_episodes import episodes_config  # noqa: F401 - a fixture
 from tests.trainer.supervised.rows import texts
 from tests.trainer.supervised.test_pairs import pair_config

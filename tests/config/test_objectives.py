@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from rlft_fast.config import OBJECTIVES, Config, ConfigError, SFTConfig, load_config
-from tests.support.configs import MINIMAL
+from tests.support.runs.configs import MINIMAL
 
 SFT = {"objective": "sft", "model": "m", "output_dir": "o", "steps": 1, "data": {"path": "d"}}
 

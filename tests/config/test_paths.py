@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rlft_fast.config import Config, ConfigError
-from tests.support.configs import MINIMAL
+from tests.support.runs.configs import MINIMAL
 
 
 def typed(path: str, function: str = "mine.py:f") -> dict[str, Any]:

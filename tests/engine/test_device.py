@@ -19,8 +19,8 @@ from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.trainer import train
 from tests.engine import reference
 from tests.engine.reference import make_engine, plain_policy_gradients, policy_loss, random_batch
-from tests.support.devices import DEVICE, on_device
-from tests.support.rollouts import completions_of
+from tests.support.machine.devices import DEVICE, on_device
+from tests.support.runs.rollouts import completions_of
 from tests.trainer.toy import read_lines, toy_config
 
 pytestmark = on_device

@@ -10,7 +10,7 @@ from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.models import low_rank_factors
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 
 LORA = {"rank": 8, "alpha": 16}

@@ -11,7 +11,7 @@ from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 BLOCKS = {"rank": 4, "alpha": 8}
 HEAD_TOO = BLOCKS | {"target_modules": ["q_proj", "down_proj", "lm_head"]}

@@ -13,7 +13,7 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.sharding.build import build_model
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, plain_model, policy_loss, random_batch
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 
 COEF = 0.5

@@ -14,7 +14,7 @@ from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine, export_hf
 from tests.engine import reference
 from tests.engine.reference import make_engine, random_batch, value_loss
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 PURE = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
 ADAPTERS = {"lora": {"rank": 4, "target_modules": ["q_proj"]}}

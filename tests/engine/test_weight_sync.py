@@ -17,7 +17,7 @@ from rlft_fast.models import low_rank_factors
 from rlft_fast.models.weights import checkpoint_tensors
 from tests.engine import reference
 from tests.engine.reference import full, make_engine, policy_loss, random_batch
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 # Every weight is cut many times, some are, and all fit at once.
 BUCKETS = [1000, 30_000, 2**20]
@@ -114,7 +114,7 @@ def check_memory() -> None:
 
     One is gloo's, whose threads may drop it late, which only adds.
     """
-    from tests.support.memory import peak_mib
+    from tests.support.machine.memory import peak_mib
 
     mesh = init_device_mesh("cpu", (2,))
     sizes = [5 * 2**20, 1000, *[2**18] * 16, 5 * 2**18, *[2**17] * 8]

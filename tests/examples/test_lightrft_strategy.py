@@ -12,7 +12,7 @@ from examples.lightrft_strategy import Strategy, make_actor, train
 from rlft_fast.config import EngineConfig, OptimizerConfig
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import unpatch_lm_head
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 STEPS = 4
 

@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rlft_fast import patch_lm_head
 from rlft_fast.integrations.trl import enable
 from tests.support.accelerated import prepare_as_accelerate
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LEARNING_RATE = 0.05

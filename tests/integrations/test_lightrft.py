@@ -21,7 +21,7 @@ from transformers import (
 
 from rlft_fast.integrations.lightrft import action_logprobs, enable
 from rlft_fast.ops import FusedAdamW
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightrft_fused.py"
 SIZES = {

@@ -28,8 +28,8 @@ from trl.trainer import utils
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.integrations.trl import disable, enable
 from tests.support.numerics import assert_no_further_from_truth
+from tests.support.runs.trl_trainers import KERNEL, compare, only_fused
 from tests.support.tiny_models import IMAGE_TOKEN_ID, PAD_TOKEN_ID
-from tests.support.trl_trainers import KERNEL, compare, only_fused
 
 LEARNING_RATE = 0.02
 LORA = LoraConfig(r=2, target_modules="all-linear")

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from tests.support.trl_trainers import compare, only_fused
+from tests.support.runs.trl_trainers import compare, only_fused
 
 NUM_STEPS, NUM_SAMPLES = 5, 4
 

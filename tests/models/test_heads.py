@@ -33,8 +33,8 @@ from rlft_fast.models import (
     load_policy,
     padded_attention,
 )
-from tests.support.distributed import run_distributed
 from tests.support.gemms import multiplications, requires_mkl
+from tests.support.machine.distributed import run_distributed
 from tests.support.numerics import assert_close_to_rounding
 from tests.support.tiny_models import MODELS
 

@@ -55,7 +55,7 @@ from transformers import (
 
 from rlft_fast import patch_lm_head, unpatch_lm_head
 from tests.support.accelerated import prepare_as_accelerate
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.support.numerics import assert_close_to_rounding
 
 V = 67

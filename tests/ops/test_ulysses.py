@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlft_fast.ops import next_token_targets, ulysses
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 WORLD_SIZE = 2
 # Nothing; fewer tokens than ranks; one rank with padding; none.

@@ -11,7 +11,7 @@ import pytest
 
 from rlft_fast.config import Config, ConfigError
 from rlft_fast.rewards import ServerReward, compute_rewards
-from tests.support.configs import MINIMAL
+from tests.support.runs.configs import MINIMAL
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlft_fast.rl import gae, grpo_advantage, whiten
-from tests.support.memory import peak_allocated_bytes
+from tests.support.machine.memory import peak_allocated_bytes
 
 
 def grpo_reference(rewards: list[float], groups: list[int], scale_by_std: bool, eps: float) -> list[float]:

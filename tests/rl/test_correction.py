@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlft_fast.rl import CORRECTIONS, correction_weights, mismatch_metrics
-from tests.support.memory import peak_allocated_bytes
+from tests.support.machine.memory import peak_allocated_bytes
 
 # Two sequences: ratios π_old/μ of 4, 1/4 and 1, then 2; a prompt before and a tool's answer within.
 CU_SEQLENS = torch.tensor([0, 6, 8], dtype=torch.int32)

@@ -42,8 +42,8 @@ from rlft_fast.rollout.ends import Ends
 from rlft_fast.rollout.sampling import draw, most_likely
 from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.world import World
-from tests.support.distributed import run_distributed
-from tests.support.rollouts import completions_of
+from tests.support.machine.distributed import run_distributed
+from tests.support.runs.rollouts import completions_of
 from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, PADDED_MODELS, VISION_MODELS, save_tiny_model
 
 # One token (nothing is left for the shared prefill), equal lengths, and one far longer than the sliding window.

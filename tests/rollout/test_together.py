@@ -11,7 +11,7 @@ from rlft_fast.rollout import Answers, Completion, Request, RequestError, Rollou
 from rlft_fast.rollout.together import gather_requests
 from rlft_fast.rollout.vllm.requests import answer_fitting, require_version
 from rlft_fast.world import World
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 
 def requests_of(token_ids: list[list[int]], rows: list[int], seeds: list[int], max_new_tokens: int) -> list[Request]:

@@ -19,7 +19,7 @@ from rlft_fast.errors import Interrupted
 from rlft_fast.run.protocol import Evaluated, StepResult
 from rlft_fast.trainer import Run
 from rlft_fast.world import STOP, LeftEarlyError, World
-from tests.support.curves import without_matplotlib
+from tests.support.runs.curves import without_matplotlib
 from tests.trainer.toy import read_lines, toy_config
 
 Strikes = Mapping[tuple[str, int], Callable[[], object]]

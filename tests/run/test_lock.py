@@ -14,7 +14,7 @@ import pytest
 from rlft_fast.cli import main
 from rlft_fast.run.lock import NAME, locked, require_unlocked
 from tests.run.counting import count, counting_config
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.trainer.struck import FEWER_OPTIONS, write_config
 
 HOLD = """

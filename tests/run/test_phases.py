@@ -11,8 +11,8 @@ from rlft_fast.cluster import TotalUsage
 from rlft_fast.cluster.usage import Usage
 from rlft_fast.run.phases import Phases
 from rlft_fast.world import SPANS, World
-from tests.support.distributed import run_distributed
-from tests.support.memory import requires_proc
+from tests.support.machine.distributed import run_distributed
+from tests.support.machine.memory import requires_proc
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from rlft_fast.cli import main
 from rlft_fast.run.plot import _running_mean, plot_runs, read_metrics
-from tests.support.metrics import ODD
+from tests.support.runs.metrics import ODD
 
 SERIES = ("reward_mean", "accuracy", "approx_kl", "entropy", "completion_length_mean", "tokens_per_second")
 

@@ -10,7 +10,7 @@ from rlft_fast.config import Config, ConfigError, ProfileConfig
 from rlft_fast.run import Phases
 from rlft_fast.run.profile import profiled
 from rlft_fast.world import World
-from tests.support.configs import MINIMAL
+from tests.support.runs.configs import MINIMAL
 
 
 def test_a_trace_of_the_chosen_steps_and_ranks(tmp_path):

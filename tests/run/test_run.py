@@ -23,7 +23,7 @@ from tests.run.counting import (
     result_of,
     rows_of,
 )
-from tests.support.curves import without_matplotlib
+from tests.support.runs.curves import without_matplotlib
 from tests.trainer.toy import FILES, read_lines
 
 

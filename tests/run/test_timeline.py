@@ -12,7 +12,7 @@ from rlft_fast.cli import main
 from rlft_fast.run.phases import Phases
 from rlft_fast.run.timeline import PHASE_COLORS, draw_timeline, merged, read_timeline
 from rlft_fast.world import SPANS, Span, World
-from tests.support.run_folders import HOSTILE, write_lines, write_run
+from tests.support.runs.run_folders import HOSTILE, write_lines, write_run
 
 
 @pytest.fixture(autouse=True)

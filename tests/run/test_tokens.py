@@ -14,7 +14,7 @@ from rlft_fast.run.log import RunLog
 from rlft_fast.run.tokens import read_tokens, write_tokens
 from rlft_fast.trainer import train
 from tests.run.counting import count
-from tests.support.samples import SAMPLES, columns_of_samples
+from tests.support.runs.samples import SAMPLES, columns_of_samples
 from tests.trainer.toy import comparable, read_lines, toy_config
 
 NAN = math.nan

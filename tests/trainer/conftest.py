@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.curves import without_matplotlib
+from tests.support.runs.curves import without_matplotlib
 from tests.support.tiny_models import save_tiny_model
 
 

@@ -13,7 +13,7 @@ from rlft_fast.rl import ADVANTAGES
 from rlft_fast.trainer import PPOTrainer, Prompts, train
 from rlft_fast.trainer.collect.curriculum import Curriculum
 from rlft_fast.trainer.collect.experience import early_stop_metrics, rows_with_signal
-from tests.support.samples import samples_of
+from tests.support.runs.samples import samples_of
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config
 
 

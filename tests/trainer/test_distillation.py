@@ -13,7 +13,7 @@ from rlft_fast.data import Batch
 from rlft_fast.rl import grpo_advantage
 from rlft_fast.trainer import PPOTrainer, train
 from rlft_fast.trainer.inputs import make_objective
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import comparable, read_lines, toy_config
 

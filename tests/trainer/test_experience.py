@@ -23,8 +23,8 @@ from rlft_fast.trainer.collect.experience import (
 )
 from rlft_fast.trainer.learn.objective import Objective
 from rlft_fast.world import World
-from tests.support.distributed import run_distributed
-from tests.support.samples import ANSWERS, PROMPTS, REWARDS, SAMPLES, UNMASKED
+from tests.support.machine.distributed import run_distributed
+from tests.support.runs.samples import ANSWERS, PROMPTS, REWARDS, SAMPLES, UNMASKED
 
 
 def assert_same(found: Samples, expected: Samples) -> None:

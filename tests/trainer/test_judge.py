@@ -19,7 +19,7 @@ from rlft_fast.trainer import train
 from rlft_fast.trainer.collect.judge import Judge, RewardModelReader, RewardModelScorer
 from rlft_fast.trainer.prompts import Prompts, load_prompts
 from rlft_fast.world import World
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values, write_rows
 
 MISBEHAVING = HERE.parent.parent / "rewards" / "misbehaving.py"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlft_fast.config import Config
 from rlft_fast.data import Batch
 from rlft_fast.trainer import PPOTrainer, train
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import HERE, WORDS, comparable, even_share, read_lines, toy_config, write_rows
 

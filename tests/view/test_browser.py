@@ -16,8 +16,8 @@ from PIL import Image
 from rlft_fast.run.tokens import write_tokens
 from rlft_fast.view import write_view
 from tests.support.pictures import picture
-from tests.support.run_folders import HOSTILE, sample, write_lines, write_run
-from tests.support.samples import columns_of_samples
+from tests.support.runs.run_folders import HOSTILE, sample, write_lines, write_run
+from tests.support.runs.samples import columns_of_samples
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a Chromium on the PATH (Debian: apt install chromium)")

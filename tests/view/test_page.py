@@ -17,9 +17,9 @@ from rlft_fast.cli import main
 from rlft_fast.run.tokens import write_tokens
 from rlft_fast.view import write_view
 from rlft_fast.view.contents import token_texts
-from tests.support.metrics import ODD
-from tests.support.run_folders import HOSTILE, sample, write_lines, write_run
-from tests.support.samples import columns_of_samples
+from tests.support.runs.metrics import ODD
+from tests.support.runs.run_folders import HOSTILE, sample, write_lines, write_run
+from tests.support.runs.samples import columns_of_samples
 from tests.trainer.toy import toy_config
 
 

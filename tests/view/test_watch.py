@@ -13,7 +13,7 @@ from rich.console import Console
 from rlft_fast.cli import main
 from rlft_fast.run.lock import locked
 from rlft_fast.view.watch import sparkline, watch_run
-from tests.support.run_folders import HOSTILE, sample, write_run
+from tests.support.runs.run_folders import HOSTILE, sample, write_run
 
 
 def test_a_curve_is_the_means_of_neighbours():

@@ -18,7 +18,7 @@ from rlft_fast.errors import RunError
 from rlft_fast.world import World, collective_timeout, naming_lost_ranks
 from rlft_fast.world.failures import LostRankError
 from rlft_fast.world.process_group import _local_gpu, leave_process_group
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
 

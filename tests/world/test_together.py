@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlft_fast.world import RAISED_BY, World
-from tests.support.distributed import PRELOADED, run_distributed
+from tests.support.machine.distributed import PRELOADED, run_distributed
 
 
 class RefusedError(ValueError):

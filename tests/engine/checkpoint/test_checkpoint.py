@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine
 from tests.engine import reference
 from tests.engine.reference import make_engine, make_engines, policy_loss, random_batch, state_of, step
-from tests.support.distributed import run_distributed
-from tests.support.privileges import permissions_hold
+from tests.support.machine.distributed import run_distributed
+from tests.support.machine.privileges import permissions_hold
 
 STATE = {"step": 3, "seconds": 1.5, "accuracy_before": None}
 

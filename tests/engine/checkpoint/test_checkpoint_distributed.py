@@ -17,7 +17,7 @@ from rlft_fast.engine.checkpoint.storage import load_tensors, local_parts, save_
 from rlft_fast.world import World
 from tests.engine import reference
 from tests.engine.reference import make_engines, random_batch, state_of, step
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
 

@@ -22,8 +22,8 @@ from rlft_fast.engine.checkpoint import manager
 from rlft_fast.models import load_tokenizer
 from tests.engine import reference
 from tests.engine.reference import make_engine, names, policy_loss, random_batch
-from tests.support.distributed import run_distributed
-from tests.support.memory import keep_no_freed_memory, peak_mib, requires_proc
+from tests.support.machine.distributed import run_distributed
+from tests.support.machine.memory import keep_no_freed_memory, peak_mib, requires_proc
 from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 
 SHARD_BYTES = 30_000  # more than a block's matrix, less than the embedding

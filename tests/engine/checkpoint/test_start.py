@@ -12,7 +12,7 @@ from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
 from rlft_fast.engine.checkpoint import find_start, load_start
 from rlft_fast.models import low_rank_factors
 from tests.engine.reference import make_engine, policy_loss, random_batch
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 NARROW = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
 LORA = {"lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj", "lm_head"]}}

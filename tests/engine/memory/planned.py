@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.loss import Loss
-from tests.support.memory import peak_allocated_bytes
+from tests.support.machine.memory import peak_allocated_bytes
 
 VOCAB_SIZE = 8000
 TOLERANCE = 0.10

@@ -24,8 +24,8 @@ from rlft_fast.ops.logprob.workspace import scratch_bytes
 from rlft_fast.rl import PolicyLoss, ValueLoss
 from rlft_fast.world import leaving_process_group
 from tests.engine.memory.planned import TOLERANCE, full_batch, measured_bytes, num_bytes, save_model, state_bytes
-from tests.support.distributed import run_distributed
-from tests.support.memory import peak_allocated_bytes
+from tests.support.machine.distributed import run_distributed
+from tests.support.machine.memory import peak_allocated_bytes
 from tests.support.tiny_models import IMAGE_TOKEN_ID, save_tiny_model
 
 LLAMA_70B = Path(__file__).parents[3] / "examples" / "llama_70b"

@@ -20,7 +20,7 @@ from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFGenerator, Request, SamplingParams
 from rlft_fast.trainer.ppo import PPOTrainer
 from tests.engine.memory.planned import num_bytes, save_model
-from tests.support.memory import peak_allocated_bytes
+from tests.support.machine.memory import peak_allocated_bytes
 from tests.support.tiny_models import save_tokenizer
 from tests.trainer.toy import toy_config
 

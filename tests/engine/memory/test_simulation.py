@@ -20,7 +20,7 @@ from rlft_fast.engine.memory.trace import MANY_ROWS, Note, Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.sharding.build import build_model
 from tests.engine.memory.planned import save_model
-from tests.support.distributed import START_METHOD
+from tests.support.machine.distributed import START_METHOD
 from tests.support.tiny_models import save_tiny_model
 
 LLAMA_70B = Path(__file__).parents[3] / "examples" / "llama_70b"

@@ -27,7 +27,7 @@ from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import SamplingParams, build_rollout
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
 

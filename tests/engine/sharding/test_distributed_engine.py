@@ -17,7 +17,7 @@ from rlft_fast.world import World
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
 from tests.engine.test_from_module import check_two
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
 

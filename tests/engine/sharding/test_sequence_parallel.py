@@ -20,7 +20,7 @@ from tests.engine.reference import (
     value_loss,
     with_supports,
 )
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import VISION_MODELS
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
 

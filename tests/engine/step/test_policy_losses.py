@@ -12,7 +12,7 @@ from rlft_fast.data import Batch
 from rlft_fast.rl import Aggregation, PolicyLoss, ValueLoss
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, random_batch
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 AGGREGATIONS = get_args(Aggregation)
 CAPS = [1000, 24]  # one micro-batch, several

@@ -19,7 +19,7 @@ from tests.engine.reference import (
     random_batch,
     weights,
 )
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.support.numerics import assert_close_to_rounding
 
 WAYS = {

@@ -14,7 +14,7 @@ from rlft_fast.models import load_policy
 from rlft_fast.models.packed import final_hidden
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 SYSTEM, FIRST, TOOL = [5, 6, 7, 8], [30, 31, 32], [40, 41]
 

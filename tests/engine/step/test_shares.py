@@ -6,7 +6,7 @@ import torch
 from rlft_fast.data import Batch, Share, cut_shares, join_outputs, plan_batch
 from rlft_fast.engine import weighted
 from tests.engine.reference import make_engine, policy_loss, random_batch, weights
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 
 def own_share(batch: Batch, scale: float, engine) -> tuple[Share, list[Share]]:

@@ -18,7 +18,7 @@ from tests.engine.reference import (
     plain_model,
     random_batch,
 )
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 
 class PairLoss:

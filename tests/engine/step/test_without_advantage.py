@@ -11,7 +11,7 @@ from rlft_fast.engine import FSDPEngine, weighted
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, random_batch, random_image_batch, weights
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 LOSSES = {
     "ppo": PolicyLoss(),

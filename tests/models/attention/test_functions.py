@@ -15,7 +15,7 @@ from rlft_fast.models import packed_attention
 from rlft_fast.models.attention import functions as attention
 from rlft_fast.models.attention.functions import grouped_attention, grouped_heads
 from rlft_fast.ops.packing import RowIndex, row_index
-from tests.support.devices import DEVICES
+from tests.support.machine.devices import DEVICES
 
 
 def random_qkv(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

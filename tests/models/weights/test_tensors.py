@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from rlft_fast.models.weights import build_on_meta, load_weights, materialize
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 TEXT = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

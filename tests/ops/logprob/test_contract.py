@@ -24,7 +24,7 @@ from tests.ops.logprob.problems import (
     several_tiles,
     thin,
 )
-from tests.support.memory import peak_allocated_bytes, peak_mib, requires_proc, saved_sizes
+from tests.support.machine.memory import peak_allocated_bytes, peak_mib, requires_proc, saved_sizes
 from tests.support.numerics import assert_close_to_rounding
 
 # ---- layouts --------------------------------------------------------------------------------------------------------

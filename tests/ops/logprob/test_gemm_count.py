@@ -12,9 +12,9 @@ from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
 from rlft_fast.ops.precision import bfloat16_speedup
 from tests.ops.logprob.problems import INTERPRETED
-from tests.support.devices import DEVICES
 from tests.support.gemms import multiplications, profiled_multiplications, requires_mkl
-from tests.support.threads import num_threads
+from tests.support.machine.devices import DEVICES
+from tests.support.machine.threads import num_threads
 
 T, D, V = 130, 24, 2503  # several tiles with a ragged end; more logits than 1 MiB holds
 

@@ -13,7 +13,7 @@ from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.loss import hold, release
 from tests.ops.logprob.problems import BF16, F32, F64, each_kernel
 from tests.ops.logprob.test_autograd import small_problem
-from tests.support.memory import peak_allocated_bytes
+from tests.support.machine.memory import peak_allocated_bytes
 from tests.support.numerics import assert_no_further_from_truth
 
 T, D, V, K = 67, 24, 200, 7

@@ -17,8 +17,8 @@ from rlft_fast.ops.logprob.loss import loss_functions
 from rlft_fast.ops.logprob.tiles import padded_columns
 from rlft_fast.ops.logprob.workspace import default_workspace_mib, group_limits, scratch_bytes
 from tests.ops.logprob.problems import BF16, F32, check_loss, interpreted, loss_problem, ppo_clip
-from tests.support.memory import peak_allocated_bytes
-from tests.support.threads import num_threads
+from tests.support.machine.memory import peak_allocated_bytes
+from tests.support.machine.threads import num_threads
 
 
 # Six chunks, one, and a tall one.

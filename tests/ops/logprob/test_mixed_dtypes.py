@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
 from tests.ops.logprob.problems import BF16, F16, F32, F64, each_backend, gradients, loss_problem, ppo_clip
-from tests.support.memory import peak_allocated_bytes
+from tests.support.machine.memory import peak_allocated_bytes
 from tests.support.numerics import assert_no_further_from_truth
 
 # (hidden, weight and bias, autocast): TRL's default, an accelerate run, a float32 head of a narrow model, and two

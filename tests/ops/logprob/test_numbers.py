@@ -32,7 +32,7 @@ from tests.ops.logprob.problems import (
     run,
     weighted_by,
 )
-from tests.support.devices import DEVICES
+from tests.support.machine.devices import DEVICES
 from tests.support.numerics import assert_no_further_from_truth
 
 each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
 from tests.ops.logprob.problems import loss_problem, ppo_clip, weighted_by
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 SHARDS = {2: [1500, 1503], 3: [1, 2000, 1002]}  # uneven, one of a single token
 

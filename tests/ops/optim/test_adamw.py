@@ -23,10 +23,10 @@ from tests.ops.optim.adamw_problems import (
     random_tensors,
     take_steps,
 )
-from tests.support.devices import DEVICES
-from tests.support.launches import count_launches
+from tests.support.machine.devices import DEVICES
+from tests.support.machine.launches import count_launches
+from tests.support.machine.threads import num_threads
 from tests.support.numerics import assert_no_further_from_truth
-from tests.support.threads import num_threads
 
 
 @pytest.mark.parametrize("device", DEVICES)

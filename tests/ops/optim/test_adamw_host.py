@@ -18,7 +18,7 @@ from tests.ops.optim.adamw_problems import (
     random_tensors,
     take_steps,
 )
-from tests.support.devices import DEVICES
+from tests.support.machine.devices import DEVICES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

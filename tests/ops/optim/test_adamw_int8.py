@@ -19,7 +19,7 @@ from tests.ops.optim.adamw_problems import (
     random_tensors,
     take_steps,
 )
-from tests.support.devices import DEVICES
+from tests.support.machine.devices import DEVICES
 
 SHAPES = [(129, 7), (64,), (3, 5, 40), (4, 0), (0, 4)]
 

@@ -19,8 +19,8 @@ from tests.ops.optim.adamw_problems import (
     random_tensors,
     take_steps,
 )
-from tests.support.devices import DEVICES
-from tests.support.threads import num_threads
+from tests.support.machine.devices import DEVICES
+from tests.support.machine.threads import num_threads
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

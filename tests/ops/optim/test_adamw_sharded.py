@@ -18,7 +18,7 @@ from tests.ops.optim.adamw_problems import (
     as_parameters,
     random_tensors,
 )
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 
 def two_processes(rank: int) -> None:

@@ -25,7 +25,7 @@ from tests.ops.optim.adamw_problems import (
     random_tensors,
     take_steps,
 )
-from tests.support.devices import DEVICES
+from tests.support.machine.devices import DEVICES
 
 
 def through_a_file(state_dict: dict) -> dict:

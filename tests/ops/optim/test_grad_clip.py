@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from rlft_fast.ops import FusedAdamW
 from rlft_fast.ops.optim import clip_coefficient, clip_grad_norm_, grad_norm, reference
 from tests.ops.gradients import NORM_TYPES, CountCalls, exact_norm, parameter, random_gradients
-from tests.support.devices import DEVICES
-from tests.support.launches import EMULATED, count_launches
-from tests.support.threads import num_threads
+from tests.support.machine.devices import DEVICES
+from tests.support.machine.launches import EMULATED, count_launches
+from tests.support.machine.threads import num_threads
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Scalar, empty, shorter than a vector, not a multiple of one, and longer than one piece (64 Ki) and one chunk (32 Ki).

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from rlft_fast.ops.optim import clip_grad_norm_, grad_norm
 from tests.ops.gradients import NORM_TYPES, CountCalls, exact_norm, parameter, random_gradients
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 
 
 def full_gradients() -> list[Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlft_fast.ops import packing
 from rlft_fast.ops.packing import reference
-from tests.support.devices import DEVICES
-from tests.support.launches import count_launches
+from tests.support.machine.devices import DEVICES
+from tests.support.machine.launches import count_launches
 
 # One dtype per element size (1, 2, 4, 8 bytes), and both 2-byte floats because their fill values differ.
 DTYPES = [torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.int64]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.ops import packing
-from tests.support.threads import num_threads
+from tests.support.machine.threads import num_threads
 
 LENGTHS = [50_000, 0, 3, 30_001]  # of more bytes than one thread takes
 L, T = 50_002, sum(LENGTHS) + 20_000  # rows behind the last sequence are shared, too

@@ -33,9 +33,8 @@ from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.rollout.vllm.requests import completion_of, vllm_requests
 from rlft_fast.trainer import train
 from rlft_fast.world.process_group import leave_process_group
-from tests.support.distributed import run_distributed
-from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
-from tests.support.vllm_rollouts import (
+from tests.support.machine.distributed import run_distributed
+from tests.support.runs.vllm_rollouts import (
     HEADS,
     PROMPTS,
     SAMPLED,
@@ -46,6 +45,7 @@ from tests.support.vllm_rollouts import (
     sample,
     update,
 )
+from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
 
 

@@ -20,7 +20,7 @@ from rlft_fast.rollout.vllm.served import ServedVLLM
 from rlft_fast.rollout.vllm.server import VLLMServer
 from rlft_fast.world import World
 from tests.rollout.vllm.lying_server import FINGERPRINT, LyingServer, choice, event, honest, token
-from tests.support.rollouts import completions_of
+from tests.support.runs.rollouts import completions_of
 from tests.support.tiny_models import save_tokenizer
 
 pytest.importorskip("aiohttp", reason="servers are asked with aiohttp: pip install aiohttp")

@@ -30,9 +30,9 @@ from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, build_rollo
 from rlft_fast.rollout.vllm import served as served_vllm
 from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.rollout.vllm.nccl_sender import AllServers
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
+from tests.support.runs.vllm_rollouts import HEADS, PROMPTS, SMALL, check_logprobs, make_engine, sample, update
 from tests.support.tiny_models import save_tiny_model
-from tests.support.vllm_rollouts import HEADS, PROMPTS, SMALL, check_logprobs, make_engine, sample, update
 from tests.trainer.toy import read_lines, toy_values
 
 TOKEN = "a secret of the tests"

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from rlft_fast.config import Config, ConfigError, DataConfig
 from rlft_fast.models import load_tokenizer
 from rlft_fast.trainer.prompts import load_prompts, read_data
-from tests.support.configs import MINIMAL
+from tests.support.runs.configs import MINIMAL
 
 ROWS = [
     {"prompt": 'What is "2 + 2",\nplease?', "answer": "007"},

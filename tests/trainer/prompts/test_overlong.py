@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from rlft_fast.config import ConfigError, DataConfig
 from rlft_fast.models import load_tokenizer
 from rlft_fast.trainer.prompts import Overlong, Stream, load_prompts, overlong_notes
-from tests.support.configs import MINIMAL
+from tests.support.runs.configs import MINIMAL
 from tests.trainer.toy import write_rows
 
 CHAT = "<bos>{% for message in messages %}{{ message['content'] }}{% endfor %}"

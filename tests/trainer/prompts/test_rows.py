@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlft_fast.config import Config, ConfigError, DataConfig
 from rlft_fast.models import load_tokenizer
 from rlft_fast.trainer.prompts import Stream, load_prompts, read_sets
-from tests.support.configs import MINIMAL
+from tests.support.runs.configs import MINIMAL
 from tests.trainer.toy import write_rows
 
 

@@ -20,10 +20,10 @@ from rlft_fast.trainer import train
 from rlft_fast.trainer.collect.judge import Judge
 from rlft_fast.trainer.prompts import load_prompts
 from rlft_fast.world import World
-from tests.support.copied_generator import copied_rollout
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
+from tests.support.runs.copied_generator import copied_rollout
+from tests.support.runs.vllm_rollouts import HEADS, SMALL, needs_vllm
 from tests.support.tiny_models import save_tiny_model
-from tests.support.vllm_rollouts import HEADS, SMALL, needs_vllm
 from tests.trainer.toy import comparable, read_lines, toy_config, write_rows
 
 HERE = Path(__file__)

@@ -9,7 +9,7 @@ from PIL import Image
 from rlft_fast.config import Config
 from rlft_fast.trainer import PPOTrainer, train
 from tests.engine.reference import plain_model
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.support.pictures import asking, picture, plain_processor
 from tests.trainer.toy import comparable, read_lines, toy_config, write_rows
 

@@ -14,9 +14,9 @@ import torch
 
 import rlft_fast.trainer.models
 from rlft_fast.trainer import train
-from tests.support.copied_generator import copied_rollout
+from tests.support.runs.copied_generator import copied_rollout
+from tests.support.runs.vllm_rollouts import HEADS, needs_vllm
 from tests.support.tiny_models import save_tiny_model
-from tests.support.vllm_rollouts import HEADS, needs_vllm
 from tests.trainer.struck import assert_same_result
 from tests.trainer.toy import read_lines, toy_config
 

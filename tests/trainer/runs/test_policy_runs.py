@@ -18,7 +18,7 @@ from rlft_fast.errors import Interrupted
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError, PolicyLossError
 from rlft_fast.trainer import PPOTrainer, Run, train
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.trainer.struck import FEWER_OPTIONS, IN_STEP_5, OPTIONS, assert_same_result, write_config
 from tests.trainer.toy import FILES, HERE, WORDS, comparable, read_lines, toy_config, toy_values, write_rows
 

@@ -25,8 +25,8 @@ from tests.run.counting import (
     result_of,
     rows_of,
 )
-from tests.support.curves import without_matplotlib
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
+from tests.support.runs.curves import without_matplotlib
 from tests.trainer.toy import read_lines
 
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from rlft_fast.trainer import train
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import comparable, toy_config
 

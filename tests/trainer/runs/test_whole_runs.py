@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.trainer import train
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
+from tests.support.runs.vllm_rollouts import HEADS, needs_vllm
 from tests.support.tiny_models import save_tiny_model
-from tests.support.vllm_rollouts import HEADS, needs_vllm
 from tests.trainer.struck import assert_same_result, write_config
 from tests.trainer.toy import HERE, comparable
 

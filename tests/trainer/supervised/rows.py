@@ -11,7 +11,7 @@ from tokenizers import pre_tokenizers
 
 from rlft_fast.config import RunConfig, SFTConfig
 from rlft_fast.trainer import train
-from tests.support.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed
 from tests.trainer.toy import read_lines, with_changes, write_rows
 
 CHATML = (

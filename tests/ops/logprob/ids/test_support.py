@@ -15,7 +15,7 @@ from rlft_fast.ops import linear_logprob, support_logprob, support_logprob_loss
 from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.reference import transform_logits
 from tests.ops.logprob.problems import INTERPRETED, each_compiler, ppo_clip
-from tests.support.memory import peak_allocated_bytes
+from tests.support.machine.memory import peak_allocated_bytes
 from tests.support.numerics import assert_no_further_from_truth
 
 T, D, V = 30, 16, 200

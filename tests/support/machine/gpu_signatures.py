@@ -1,6 +1,6 @@
 """Calls that only a run on a GPU makes, and the signatures that they meet in the versions that pyproject.toml admits.
 
-    python -m tests.support.gpu_signatures     # notes those of the installed torch and triton in gpu_signatures.json
+    python -m tests.support.machine.gpu_signatures     # notes the signatures of the installed torch and triton
 
 to be run with the oldest, the usual and the newest versions.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.nn.attention.varlen  # noqa: F401 (registers an operator)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECORDED = Path(__file__).with_suffix(".json")
 # transformers is called on the CPU in the same ways.
 _PREFIXES = ("torch.cuda.", "torch.nn.attention.varlen.", "triton.")
