@@ -124,7 +124,7 @@ def test_arguments_cannot_steer_the_terminal(arguments):
         "import warnings; warnings.warn(TEXT)",
         "from transformers.utils.logging import get_logger; get_logger('transformers.x').warning('%s', TEXT)",
         "raise KeyError(type('Name', (), {'__repr__': lambda self: TEXT})())",
-        "from rlft_fast.cli.commands import plot as p; p.run = lambda _: sys.exit(TEXT); sys.exit(main(['plot', '/nowhere']))",
+        "from rlft_fast.cli.commands import plot; plot.run = lambda _: sys.exit(TEXT); sys.exit(main(['plot', '/x']))",
     ],
 )
 @pytest.mark.thin(4)
