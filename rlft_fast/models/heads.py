@@ -387,7 +387,7 @@ class PolicyModel(_HeadedModel):
             self._fill(cache, prompt_ids, attention_mask)
             return _positions(attention_mask)[:, -1]
         keywords, positions = prompts_with_images(self.backbone, prompt_ids, attention_mask, images)
-        model = self.backbone.get_submodule("language_model")
+        model = self.backbone.get_decoder()
         model(
             attention_mask=attention_mask[:, :-1], position_ids=positions[..., :-1], use_cache=True, **keywords,
             **{_cache_argument(model.forward): cache},

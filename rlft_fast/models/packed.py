@@ -1,9 +1,11 @@
 """The forward of a backbone, packed or padded: from token ids to final hidden states."""
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
 
 from rlft_fast.models.images import ImageInputs, embed_with_images
 from rlft_fast.ops.packing import RowIndex
@@ -70,7 +72,7 @@ def _packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
     if inputs.images is None:
         model, tokens = backbone, {"input_ids": inputs.input_ids_U[None]}
     else:
-        model = backbone.get_submodule("language_model")
+        model = cast(PreTrainedModel, backbone).get_decoder()
         tokens = embed_with_images(backbone, inputs.input_ids_U, inputs.images)
     outputs = model(
         **tokens,

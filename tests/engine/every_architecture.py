@@ -52,8 +52,8 @@ why. Rollouts by transformers then batch prompts of one length. They run without
 whose cache gives other numbers: {uncached}.
 [LightRFT](integrations.md#lightrft) takes packed models alone.
 
-Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA and InternVL learn from [images](runs.md#images), too. All other vision-language
-models learn from text: their towers are frozen, and images are refused.
+Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, InternVL, Idefics3, SmolVLM and Mistral 3 learn from [images](runs.md#images),
+too. All other vision-language models learn from text: their towers are frozen, and images are refused.
 
 `python -m tests.engine.every_architecture` asks every model and writes this page. `make test-slow` fails where the page
 is out of date. Each *yes*, *packed* and *padded* is compared. With a patched head, a small random model gives the
@@ -157,6 +157,8 @@ SMALL_OF: dict[str, dict[str, Any]] = {
         ["cosmos3_edge_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_5_omni_text",
          "qwen2_5_vl_text", "qwen2_vl_text"], _mrope(2, 1, 1),
     ),
+    "idefics3_vision": {"image_size": 64},  # 2 x 2 patches, which make one token
+    "smolvlm_vision": {"image_size": 64},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "mistral4": {"head_dim": 8},
     "zaya": {"num_experts_per_tok": 1},

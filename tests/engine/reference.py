@@ -92,7 +92,28 @@ def internvl_images(number: int, generator: torch.Generator) -> tuple[dict[str, 
     return {"pixel_values": pixels, "num_patches": torch.tensor(counts)}, [4 * count for count in counts]
 
 
-IMAGES = {"llava": llava_images, "internvl": internvl_images}
+def idefics_images(number: int, generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
+    """The second image is cut into two pictures, and has a picture of all of it."""
+    cuts = torch.tensor([[0, 0], [1, 2]])[:number]
+    pictures = int((cuts.prod(-1) + 1).sum())
+    pixels = torch.randn(pictures, 1, 3, 8, 8, generator=generator)
+    return {"pixel_values": pixels, "rows": cuts[:, 0], "cols": cuts[:, 1]}, [4] * pictures
+
+
+def mistral_images(number: int, generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
+    """Padded to one size. The second image is wide, the first is high."""
+    sizes = [(12, 4), (4, 8)][:number]
+    pixels = torch.zeros(number, 3, 12, 8 if number > 1 else 4)
+    for picture, (height, width) in zip(pixels, sizes, strict=True):
+        picture[:, :height, :width] = torch.randn(3, height, width, generator=generator)
+    runs = [width // 4 for height, width in sizes for _ in range(height // 4)]
+    return {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}, runs
+
+
+IMAGES = {
+    "llava": llava_images, "internvl": internvl_images, "idefics3": idefics_images, "smolvlm": idefics_images,
+    "mistral3": mistral_images,
+}  # fmt: skip
 
 
 def random_image_batch(num_sequences: int = 6, seed: int = 0, name: str = "qwen2-vl") -> Batch:
@@ -245,7 +266,7 @@ def images(model: Any, batch: Batch, b: int) -> dict[str, Tensor]:
         return {}
     inputs = own.inputs | {"pixel_values": own.inputs["pixel_values"].double()}
     if "image_grid_thw" not in inputs:
-        return {"pixel_values": inputs["pixel_values"]}
+        return {name: x for name, x in inputs.items() if name in ("pixel_values", "image_sizes")}
     types = (batch.input_ids_T.split(batch.lengths.tolist())[b] == model.config.image_token_id).long()
     return inputs | {"mm_token_type_ids": types[None]}
 

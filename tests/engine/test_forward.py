@@ -9,7 +9,9 @@ from transformers import Phi3Config, Phi3Model
 from rlft_fast.data import Batch, Images, image_table, plan_batch, share_prefixes
 from rlft_fast.engine.forward import check_batch, prepare_micro_batches, prepare_model_inputs, prepare_model_outputs
 from rlft_fast.models import load_policy
-from tests.engine.reference import random_batch, random_image_batch
+from rlft_fast.models.packed import final_hidden
+from tests.engine.reference import plain_model, random_batch, random_image_batch
+from tests.support.tiny_models import IMAGE_TOKEN_ID, PICTURE_MODELS
 
 CPU = torch.device("cpu")
 
@@ -107,6 +109,32 @@ def test_the_vision_tower_has_a_gradient_of_zeros_without_images(tiny_model):
     for name, parameter in model.backbone.named_parameters():
         assert parameter.grad is not None
         assert parameter.grad.any() != name.startswith("visual."), name
+
+
+@pytest.mark.parametrize("name", [*PICTURE_MODELS])
+def test_a_batch_without_images_runs_the_tower_on_a_blank_one(tiny_model, name):
+    model = load_policy(tiny_model(name))
+    batch = random_image_batch(name=name).select([0, 3])
+    model(prepare_model_inputs(batch, CPU, backbone=model.backbone)).logprob.sum().backward()
+    tower = [x for part, x in model.backbone.named_parameters() if part.startswith("vision") and x.grad is not None]
+    assert tower
+    assert not any(x.grad.any() for x in tower)
+
+
+def test_an_image_of_one_token(tiny_model):
+    """Mistral 3 alone has images as small. The forward of transformers fails if no other image is beside them."""
+    path = tiny_model("mistral3")
+    model, backbone = load_policy(path), plain_model(path).model
+    inputs = {"pixel_values": torch.randn(1, 3, 4, 4), "image_sizes": torch.tensor([[4, 4]])}
+    batch = Batch.from_samples([[7, IMAGE_TOKEN_ID, 8]], [[1, 2]], images=[Images("a", inputs)])
+    found = final_hidden(model.backbone, prepare_model_inputs(batch, CPU, backbone=model.backbone))
+    with torch.no_grad():
+        beside = torch.cat([inputs["pixel_values"], torch.zeros(1, 3, 4, 4)]).double()
+        features = backbone.get_image_features(beside, image_sizes=torch.tensor([[4, 4], [4, 4]])).pooler_output[0]
+        embeddings = backbone.get_input_embeddings()(batch.input_ids_T)
+        embeddings[1] = features[0]
+        expected = backbone.language_model(inputs_embeds=embeddings[None]).last_hidden_state[0, : len(found)]
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
 
 
 def test_a_sampled_image_token_is_a_token_like_any_other(tiny_model):

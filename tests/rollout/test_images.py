@@ -30,7 +30,8 @@ IMAGES = [images_of(0, (2, 4)), images_of(1, (2, 4)), images_of(2, (6, 4), (4, 2
 def plain_greedy(path, prompt: list[int], images: Images | None) -> list[int]:
     model, ids = AutoModelForImageTextToText.from_pretrained(path), torch.tensor([prompt])
     inputs = {} if images is None else dict(images.inputs)
-    inputs.pop("num_patches", None)
+    for ours in ("num_patches", "rows", "cols"):
+        inputs.pop(ours, None)
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN_ID).long()
     config = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID)
@@ -65,7 +66,8 @@ def test_pictures_of_equal_size(tiny_model, name):
     prompts.append([5, 6, 7])
     sampler = HFGenerator(load_policy(path), load_tokenizer(path), 64)
     assert sampler.model.decodes_in_place
-    sampler.model.backbone.vision_tower.register_forward_pre_hook(
+    tower = next(x for name, x in sampler.model.backbone.named_children() if name.startswith("vision"))
+    tower.register_forward_pre_hook(
         lambda _, args, keywords: seen.append(len(keywords.get("pixel_values", args[0] if args else ()))),
         with_kwargs=True,
     )

@@ -1,14 +1,18 @@
 """Pictures as files, and what transformers' own processor makes of them."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 
@@ -36,13 +40,25 @@ def plain_processor(model: Path) -> Qwen2VLProcessor:
 
 
 def picture_processor(name: str, model: Path) -> Any:
-    """Of LLaVA or InternVL. The ``__init__`` of InternVL's needs torchvision, for videos."""
+    """Of LLaVA, InternVL, Idefics3 or Mistral 3. The ``__init__`` of InternVL's needs torchvision, for videos."""
     tokenizer, reader = AutoTokenizer.from_pretrained(model), AutoImageProcessor.from_pretrained(model, backend="pil")
     if name == "llava":
         return LlavaProcessor(
             reader, tokenizer, patch_size=2, vision_feature_select_strategy="default", image_token="<|image_pad|>",
             num_additional_image_tokens=1,
         )  # fmt: skip
+    if name == "mistral3":
+        # Importing the processor imports torchvision's image processor, of which it takes one function.
+        with patch.dict(
+            sys.modules, {"transformers.models.pixtral.image_processing_pixtral": image_processing_pil_pixtral}
+        ):
+            from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+        return PixtralProcessor(reader, tokenizer, patch_size=2, spatial_merge_size=2, image_token="<|image_pad|>")
+    if name == "idefics3":
+        processor = Idefics3Processor(reader, AutoTokenizer.from_pretrained(model), image_seq_len=4)
+        processor.tokenizer, processor.image_token = tokenizer, "<|image_pad|>"
+        processor.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        return processor
     processor = InternVLProcessor.__new__(InternVLProcessor)
     processor.tokenizer, processor.image_processor, processor.image_seq_length = tokenizer, reader, 4
     processor.start_image_token, processor.end_image_token = "<img>", "</img>"

@@ -18,6 +18,8 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     Llama4ForCausalLM,
@@ -27,6 +29,8 @@ from transformers import (
     LlamaForSequenceClassification,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -50,6 +54,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 
 VOCAB_SIZE = 259  # one token per byte, end and padding, and one id that the tokenizer never makes
@@ -182,7 +188,7 @@ VISION_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
         },
     }),
 }  # fmt: skip
-# The tower takes pictures of 8 x 8 pixels. LLaVA makes 16 tokens of each, and InternVL 4.
+# The tower takes pictures of 8 x 8 pixels, and Mistral's of any size. LLaVA makes 16 tokens of each, and the others 4.
 _TOWER = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 2, "initializer_range": 0.2, "initializer_factor": 4.0,
@@ -194,6 +200,17 @@ PICTURE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = 
     }),
     "internvl": (InternVLForConditionalGeneration, InternVLConfig, _AROUND_LLAMA | {
         "vision_config": _TOWER | {"use_qk_norm": True}, "tie_word_embeddings": True,
+    }),
+    "idefics3": (Idefics3ForConditionalGeneration, Idefics3Config, _AROUND_LLAMA | {
+        "vision_config": _TOWER, "scale_factor": 2, "tie_word_embeddings": False,
+    }),
+    "smolvlm": (SmolVLMForConditionalGeneration, SmolVLMConfig, _AROUND_LLAMA | {
+        "vision_config": _TOWER, "scale_factor": 2, "tie_word_embeddings": True,
+    }),
+    "mistral3": (Mistral3ForConditionalGeneration, Mistral3Config, {
+        "text_config": _SIZES | {"model_type": "mistral", "sliding_window": None}, "image_token_id": IMAGE_TOKEN_ID,
+        "vision_config": _TOWER | {"model_type": "pixtral", "head_dim": 8, "image_size": 16},
+        "tie_word_embeddings": False,
     }),
 }  # fmt: skip
 REWARD_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
@@ -241,6 +258,15 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
         "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 8, "width": 8}, "crop_to_patches": True,
         "min_patches": 1, "max_patches": 4,
     },
+    "idefics3": {
+        "image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 16},
+        "max_image_size": {"longest_edge": 8},
+    },
+    "smolvlm": {
+        "image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 16},
+        "max_image_size": {"longest_edge": 8},
+    },
+    "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 16}, "patch_size": 2},
 }  # fmt: skip
 
 

@@ -371,13 +371,14 @@ def _stand_in(model: RLModel) -> None:
         return
     names = {"": WHOLE_SEQUENCE, "text_config": WHOLE_SEQUENCE, "vision_config": "sdpa"}
     model.pretrained.set_attn_implementation(names)
-    if not has_three_positions(backbone):
-        return
-    backbone.visual.config._attn_implementation_internal = WHOLE_IMAGE
-    backbone.get_image_features = partial(_image_features, backbone.visual)
+    if has_three_positions(backbone):
+        backbone.visual.config._attn_implementation_internal = WHOLE_IMAGE
+        backbone.get_image_features = partial(_qwen_features, backbone.visual)
+    elif backbone.config.model_type in _IMAGE_FEATURES:
+        backbone.get_image_features = partial(_IMAGE_FEATURES[backbone.config.model_type], backbone)
 
 
-def _image_features(tower: Any, pixel_values: Tensor, **_grids: Tensor) -> SimpleNamespace:
+def _qwen_features(tower: Any, pixel_values: Tensor, **_grids: Tensor) -> SimpleNamespace:
     """Runs the vision tower on one image of all patches, and passes the values that it would read from the grids."""
     num_patches, merge = pixel_values.shape[0], tower.spatial_merge_size
     boundaries = torch.zeros(2, dtype=torch.int32)
@@ -388,6 +389,37 @@ def _image_features(tower: Any, pixel_values: Tensor, **_grids: Tensor) -> Simpl
         interp_indices=torch.zeros(num_patches, 4, dtype=torch.int64), interp_weights=torch.zeros(num_patches, 4),
     )  # fmt: skip
     return SimpleNamespace(pooler_output=(outputs.pooler_output,))
+
+
+def _idefics_features(backbone: Any, pixel_values: Tensor) -> SimpleNamespace:
+    """Runs the vision tower on pictures of one size, without the search for pictures that are padding."""
+    tower = backbone.vision_model
+    pictures = torch.cat([pixel_values.type(tower.dtype).flatten(0, 1)])
+    patches = tower.embeddings.patch_embedding(pictures).flatten(2).transpose(1, 2)
+    positions = torch.zeros(patches.shape[:2], dtype=torch.int64)
+    hidden = patches + tower.embeddings.position_embedding(positions)
+    hidden = tower.post_layernorm(tower.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state)
+    return SimpleNamespace(pooler_output=backbone.connector(hidden))
+
+
+def _mistral_features(backbone: Any, pixel_values: Tensor, image_sizes: Tensor) -> SimpleNamespace:
+    """Runs the vision tower on pictures without padding. The mask between pictures is as large as transformers'."""
+    tower, layers = backbone.vision_tower, backbone.config.vision_feature_layer
+    patches = tower.patch_conv(pixel_values.type(tower.dtype)).flatten(2).transpose(1, 2)
+    hidden = tower.ln_pre(patches.flatten(0, 1)[None])
+    num_patches = hidden.shape[1]
+    positions = torch.zeros(num_patches, 2, dtype=torch.int64)
+    hidden = tower.transformer(
+        hidden, attention_mask=hidden.new_zeros(1, 1, num_patches, num_patches), position_ids=positions,
+        position_embeddings=tower.patch_positional_embedding(hidden, positions),
+    ).last_hidden_state  # fmt: skip
+    chosen = torch.cat([hidden] * (1 if isinstance(layers, int) else len(layers)), dim=-1)
+    sizes = [pixel_values.shape[-2:]] * len(pixel_values)
+    return SimpleNamespace(pooler_output=(backbone.multi_modal_projector(chosen[0], sizes),))
+
+
+_IMAGE_FEATURES = {"idefics3": _idefics_features, "smolvlm": _idefics_features, "mistral3": _mistral_features}
+"""By ``model_type``. The towers of other models, such as LLaVA's, read no tensor."""
 
 
 def whole_sequence_attention(

@@ -1,4 +1,4 @@
-"""Images in packed sequences: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA and InternVL.
+"""Images in packed sequences: Qwen-VL, LLaVA, InternVL, Idefics3, SmolVLM and Mistral 3.
 
 `rlft_fast.data.Images` hold what the model's image processor returns. The vision tower turns it into one feature per
 image token, and the feature replaces the embedding of the token. `rlft_fast.models.images.families` has what differs
@@ -95,7 +95,7 @@ def check_images(backbone: Any, batch: Batch) -> None:
     masks = _sequences(batch, _is_image(backbone, batch))
     for b, (mask, own) in enumerate(zip(masks, batch.images_B, strict=True)):
         given = 0 if own is None else own.inputs["pixel_values"].shape[0]
-        patches, lengths = (0, []) if own is None else (family.patches(own.inputs), family.tokens(config, own.inputs))
+        patches, lengths = (0, []) if own is None else (family.patches(own.inputs), family.runs(config, own.inputs))
         if given != patches or _run_lengths(mask) != lengths:
             raise ValueError(
                 f"sequence {b} has {given} patches and runs of {_run_lengths(mask)} image tokens, expected {patches} "
@@ -181,9 +181,10 @@ def _image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def _tower_inputs(backbone: Any, batch: Batch) -> dict[str, Tensor]:
     """The inputs of the tower for all different images, or for a blank image if there is none."""
-    given = [own.inputs for own in _different_images(batch).values()] or [blank_image(backbone)]
-    joined = {name: torch.cat([inputs[name] for inputs in given]) for name in _family(backbone).tower_fields}
-    return joined | {"pixel_values": joined["pixel_values"].float()}
+    family, different = _family(backbone), _different_images(batch).values()
+    given = [{name: own.inputs[name] for name in family.tower_fields} for own in different]
+    joined = family.join(backbone.config, given or [blank_image(backbone)])
+    return {**joined, "pixel_values": joined["pixel_values"].float()}
 
 
 def _family(backbone: Any) -> ImageFamily:
@@ -201,12 +202,12 @@ def _is_image(backbone: Any, batch: Batch) -> Tensor:
     begins_T[starts_B] = is_token_T[starts_B]
     run_T = begins_T.cumsum(0)
     before_B = (run_T - begins_T.long())[starts_B]
-    num_images_B = torch.tensor([_num_images(backbone, own) for own in batch.images_B], dtype=torch.int64)
-    return is_token_T & (run_T <= (before_B + num_images_B).repeat_interleave(lengths_B))
+    num_runs_B = torch.tensor([len(_runs(backbone, own)) for own in batch.images_B], dtype=torch.int64)
+    return is_token_T & (run_T <= (before_B + num_runs_B).repeat_interleave(lengths_B))
 
 
-def _num_images(backbone: Any, own: Images | None) -> int:
-    return 0 if own is None else len(_family(backbone).tokens(backbone.config, own.inputs))
+def _runs(backbone: Any, own: Images | None) -> list[int]:
+    return [] if own is None else _family(backbone).runs(backbone.config, own.inputs)
 
 
 def _run_lengths(mask: Tensor) -> list[int]:
@@ -218,7 +219,7 @@ def _run_lengths(mask: Tensor) -> list[int]:
 def _features(backbone: Any, batch: Batch) -> list[Tensor]:
     """The indices of the features of each sequence with images. Equal images have equal indices."""
     different = _different_images(batch)
-    sizes = [sum(_family(backbone).tokens(backbone.config, own.inputs)) for own in different.values()]
+    sizes = [sum(_runs(backbone, own)) for own in different.values()]
     features = dict(zip(different, torch.arange(sum(sizes)).split(sizes), strict=True))
     return [features[own.key] for own in batch.images_B if own is not None]
 

@@ -134,18 +134,17 @@ class ImageReader:
         Raises:
             ValueError: there are more or fewer placeholders than images, or the text ends in an image.
         """
-        counts = [] if images is None else self.family.tokens(self.config, self.load(images).inputs)
+        given = None if images is None else self.load(images).inputs
+        texts = [] if given is None else self.family.texts(self.config, given, self.token)
         pieces = text.split(self.token)
-        if len(pieces) - 1 != len(counts):
+        if len(pieces) - 1 != len(texts):
             raise ValueError(
-                f"has {len(counts)} images, but its text has the placeholder {self.token} {len(pieces) - 1} times: "
+                f"has {len(texts)} images, but its text has the placeholder {self.token} {len(pieces) - 1} times: "
                 'write each image as {"type": "image"} in a message, and the placeholder in no text'
             )
-        if counts and not pieces[-1] and not self.family.around[1]:
+        if texts and not pieces[-1] and texts[-1].endswith(self.token):
             raise ValueError("ends in an image, which no answer can follow: add words, or a chat template")
-        before, after = self.family.around
-        tokens = [f"{before}{self.token * count}{after}" for count in counts]
-        return "".join(chain(*zip(pieces, [*tokens, ""], strict=True)))
+        return "".join(chain(*zip(pieces, [*texts, ""], strict=True)))
 
     @cached_property
     def _processor(self) -> Any:
@@ -162,7 +161,8 @@ class ImageReader:
     def _process(self, sources: Sequence[ImageSource], contents: Sequence[bytes]) -> Mapping[str, Any]:
         pictures = [read_picture(source.name, content) for source, content in zip(sources, contents, strict=True)]
         try:
-            found = self._processor(pictures, return_tensors="pt")
+            options = self.family.options(self.config)
+            found = self.family.read(self._processor(pictures, return_tensors="pt", **options))
             if unknown := {*found} - {*self.family.fields}:
                 raise ValueError(
                     f"it returns {', '.join(sorted(unknown))}, which {self.config.model_type} does not take"

@@ -1,10 +1,12 @@
 """Plans against what a step really allocates, as torch's allocator reports it to the profiler."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rlft_fast.config import EngineConfig, OptimizerConfig
 from rlft_fast.data import Batch, Images
@@ -147,14 +149,23 @@ def test_offload_never_needs_more(options, tmp_path):
     assert offloaded.total_bytes + sum(offloaded.host.values()) >= kept.total_bytes
 
 
-# Images, of which the tower takes far more than the text does.
+def pictures(name: str) -> tuple[dict[str, Tensor], list[int]]:
+    """Inputs of a tower that takes far more than the text does, and the tokens of each run of its images."""
+    if name.startswith("qwen"):
+        return {"pixel_values": torch.randn(48 * 64, 24), "image_grid_thw": torch.tensor([[1, 48, 64]])}, [12 * 64]
+    if name == "mistral3":
+        return {"pixel_values": torch.randn(150, 3, 4, 8), "image_sizes": torch.tensor([[4, 8]] * 150)}, [2] * 150
+    none = torch.zeros(180, dtype=torch.int64)
+    return {"pixel_values": torch.randn(180, 1, 3, 8, 8), "rows": none, "cols": none}, [4] * 180
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "idefics3", "mistral3"])
 def test_plan_of_a_vision_tower(name, tmp_path):
     path, config = save_tiny_model(name, tmp_path), EngineConfig(max_tokens=1024, workspace_mib=1)
-    num_patches = 48 * 64
-    inputs = {"pixel_values": torch.randn(num_patches, 24), "image_grid_thw": torch.tensor([[1, 48, 64]])}
-    prompt = [7, *[IMAGE_TOKEN_ID] * (num_patches // 4), 8]
+    inputs, runs = pictures(name)
+    num_patches = len(inputs["pixel_values"])
+    prompt = [7, *chain.from_iterable([*[IMAGE_TOKEN_ID] * run, 8] for run in runs)]
     batch = Batch.from_samples([prompt], [[9] * (1024 - len(prompt))], images=[Images("a", inputs)])
     batch = batch.replace(advantage_T=torch.randn(1024), old_logprob_T=torch.randn(1024))
     with_images, without = (
