@@ -54,7 +54,11 @@ def check_export(run: Path, output: Path) -> None:
     assert main(["export", str(run), "--output", str(output)]) == 0
     written, exported = (load_file(folder / "model.safetensors") for folder in (run / "hf", output))
     assert written.keys() == exported.keys()
-    assert all(torch.equal(written[name], exported[name]) for name in written)
+    for (
+        name,
+        weight,
+    ) in written.items():  # two processes may merge a part's adapter by other kernels than one: two roundings
+        torch.testing.assert_close(exported[name], weight, rtol=0, atol=float(2**-22 * weight.abs().max()))
     model = AutoModelForCausalLM.from_pretrained(output)
     assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.isfinite().all()
     assert "lora" not in " ".join(written)
