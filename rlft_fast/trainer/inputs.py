@@ -222,7 +222,7 @@ def check_images(config: Config, *given: Prompts) -> None:
     takes_none = {
         "rollout.backend vllm": config.rollout.backend == "vllm",
         "cluster": config.cluster is not None,
-        "environment": bool(config.environment or config.environments),
+        "environment": bool(config.environments_by_name),
         "a reward model": bool(config.reward.model_parts),
     }
     for key in ("critic.model", "teacher.model"):

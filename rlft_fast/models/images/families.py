@@ -49,15 +49,18 @@ class ImageFamily:
     join: Callable[[Any, Sequence[Inputs]], Inputs] = _joined
 
 
+def _texts_of(
+    runs: Callable[[Any, Inputs], list[int]], before: str = "", after: str = ""
+) -> Callable[[Any, Inputs, str], list[str]]:
+    """The texts of images that are a run of tokens each, between two texts."""
+    return lambda config, inputs, token: [f"{before}{token * length}{after}" for length in runs(config, inputs)]
+
+
 # ---- Qwen: pixel_values (P, channels), image_grid_thw (I, 3) ---------------------------------------------------------
 
 
 def _qwen_runs(config: Any, inputs: Inputs) -> list[int]:
     return (inputs["image_grid_thw"].prod(-1) // config.vision_config.spatial_merge_size**2).tolist()
-
-
-def _qwen_texts(config: Any, inputs: Inputs, token: str) -> list[str]:
-    return [token * length for length in _qwen_runs(config, inputs)]
 
 
 def _qwen_blank(config: Any) -> Inputs:
@@ -71,7 +74,7 @@ _QWEN = ImageFamily(
     tower_fields=("pixel_values", "image_grid_thw"),
     patches=lambda inputs: int(inputs["image_grid_thw"].prod(-1).sum()),
     runs=_qwen_runs,
-    texts=_qwen_texts,
+    texts=_texts_of(_qwen_runs),
     blank=_qwen_blank,
 )
 
@@ -88,10 +91,6 @@ def _llava_runs(config: Any, inputs: Inputs) -> list[int]:
     return [(height // size) * (width // size) + extra - dropped] * images
 
 
-def _llava_texts(config: Any, inputs: Inputs, token: str) -> list[str]:
-    return [token * length for length in _llava_runs(config, inputs)]
-
-
 def _square(config: Any) -> Tensor:
     size = config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
@@ -103,7 +102,7 @@ _LLAVA = ImageFamily(
     tower_fields=("pixel_values",),
     patches=lambda inputs: len(inputs["pixel_values"]),
     runs=_llava_runs,
-    texts=_llava_texts,
+    texts=_texts_of(_llava_runs),
     blank=lambda config: {"pixel_values": _square(config)},
 )
 
@@ -118,16 +117,12 @@ def _internvl_runs(config: Any, inputs: Inputs) -> list[int]:
     return (inputs["num_patches"] * each).tolist()
 
 
-def _internvl_texts(config: Any, inputs: Inputs, token: str) -> list[str]:
-    return [f"<img>{token * length}</img>" for length in _internvl_runs(config, inputs)]
-
-
 _INTERNVL = ImageFamily(
     fields=("pixel_values", "num_patches"),
     tower_fields=("pixel_values",),
     patches=lambda inputs: int(inputs["num_patches"].sum()),
     runs=_internvl_runs,
-    texts=_internvl_texts,
+    texts=_texts_of(_internvl_runs, "<img>", "</img>"),
     blank=lambda config: {"pixel_values": _square(config), "num_patches": torch.ones(1, dtype=torch.int64)},
 )
 
@@ -186,14 +181,18 @@ def _mistral_side(config: Any) -> int:
     return config.vision_config.patch_size * config.spatial_merge_size
 
 
+def _mistral_grids(config: Any, inputs: Inputs) -> list[list[int]]:
+    """Rows and columns of the tokens of each image."""
+    return (inputs["image_sizes"] // _mistral_side(config)).tolist()
+
+
 def _mistral_runs(config: Any, inputs: Inputs) -> list[int]:
     """One for each row of an image."""
-    grids = (inputs["image_sizes"] // _mistral_side(config)).tolist()
-    return [width for height, width in grids for _ in range(height)]
+    return [width for height, width in _mistral_grids(config, inputs) for _ in range(height)]
 
 
 def _mistral_texts(config: Any, inputs: Inputs, token: str) -> list[str]:
-    grids = (inputs["image_sizes"] // _mistral_side(config)).tolist()
+    grids = _mistral_grids(config, inputs)
     return ["[IMG_BREAK]".join([token * width] * height) + "[IMG_END]" for height, width in grids]
 
 
