@@ -7,16 +7,18 @@ bounded from above ("truncate") or dropped where it is out of bounds ("mask"). T
 import inspect
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlft_fast.ops.packing import segment_expand, segment_sum
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import response_lengths
-from rlft_fast.rl.kl import MAX_LOG_RATIO, kl_estimate
+from rlft_fast.rl.kl import MAX_LOG_RATIO
 
-# Float64 copies of a chunk stay in the caches; copies of a whole rollout would be its largest tensors. Torch adds up so
-# few numbers in one thread, so the sums do not depend on the number of threads.
+# Float64 copies of a chunk stay in the caches; copies of a whole rollout would be its largest tensors. NumPy works in
+# one thread, so sums do not depend on the number of threads. Torch's exp of a chunk waits for all threads of MKL, which
+# takes longer than its work where other processes use the cores.
 _CHUNK_TOKENS = 16_384
 
 CorrectionFunction = Callable[..., Tensor]
@@ -138,18 +140,20 @@ def mismatch_metrics(logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask_T: 
     check_shapes(loss_mask_T, logprob_T=logprob_T, rollout_logprob_T=rollout_logprob_T)
     if not (count := int(loss_mask_T.count_nonzero())):
         return {}
-    sums, largest = torch.zeros(6, dtype=torch.float64, device=loss_mask_T.device).split([5, 1])
-    columns = (x_T.split(_CHUNK_TOKENS) for x_T in (logprob_T, rollout_logprob_T, loss_mask_T))
+    columns = (x_T.cpu().split(_CHUNK_TOKENS) for x_T in (logprob_T, rollout_logprob_T, loss_mask_T))
+    sums, largest = np.zeros(5), 0.0
     for logprob, rollout_logprob, mask in zip(*columns, strict=True):
-        policy, sampler = (x.double().where(mask, 0.0) for x in (logprob, rollout_logprob))
-        distance, weight = (policy - sampler).abs(), _exp(policy - sampler) * mask
-        k1, k3 = kl_estimate(sampler, policy, "k1"), kl_estimate(sampler, policy, "k3")
-        sums += torch.stack([x.sum() for x in (distance, k1, k3, weight, weight.square())])
-        torch.maximum(largest, distance.amax(), out=largest)
+        log_ratio = (logprob.double() - rollout_logprob).numpy()[mask.numpy()]
+        distance, clamped = np.abs(log_ratio), log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        less_one = np.expm1(clamped)
+        k3 = less_one - np.minimum(log_ratio, MAX_LOG_RATIO)
+        weight = np.add(less_one, 1.0, out=less_one)
+        sums += distance.sum(), -log_ratio.sum(), k3.sum(), weight.sum(), np.square(weight).sum()
+        largest = max(largest, distance.max(initial=0.0))
     distance_sum, k1_sum, k3_sum, weight_sum, square_sum = sums.tolist()
     return {
         "mismatch_mean": distance_sum / count,
-        "mismatch_max": largest.item(),
+        "mismatch_max": float(largest),
         "mismatch_k1": k1_sum / count,
         "mismatch_k3": k3_sum / count,
         "effective_sample_share": weight_sum**2 / (count * square_sum),

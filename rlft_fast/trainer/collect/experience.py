@@ -181,7 +181,8 @@ def mismatch(*batches: Batch) -> dict[str, float]:
     columns = [(batch.logprob_T, batch.rollout_logprob_T, batch.loss_mask_T) for batch in batches]
     if not columns or any(x_T is None for column in columns for x_T in column):
         return {}
-    return mismatch_metrics(*map(torch.cat, zip(*columns, strict=True)))
+    joined = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*columns, strict=True))  # a single one is not copied
+    return mismatch_metrics(*joined)
 
 
 def merge_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
