@@ -1,20 +1,15 @@
 """A run of any trainer: its loop, and everything in its folder.
 
 protocol    what a run drives: a trainer and its models
-rollouts    the samples of each step as tensors, for a replay
-step_files  files of single steps
 progress    how far a run has come, as its checkpoints hold it
 run         `Run`: the loop around a trainer's steps, with checkpoints, weights and summary
 folder      which run a folder belongs to, and which settings a resumed run must share with that run
 going_back  what came after an earlier checkpoint becomes a run of its own
 lock        one run at a time writes to a folder
-log         numbers and samples as JSON lines, and what is shown
 store       a copy of the run in an object store
-timeline    when each part of a run worked
-tokens      numbers of every token of a step
-trackers    TensorBoard, Weights & Biases, Trackio, MLflow and Prometheus
 phases      time, memory and waiting in the parts of a step
-plot        curves of runs
+profile     what torch's profiler sees of chosen steps
+records     what a run writes down of its steps: log, tokens, samples, timeline, curves, trackers
 
 Names are imported on first use: some only read files, and torch would take seconds to import. The names that users need
 are names of `rlft_fast.trainer`, too.
@@ -27,16 +22,29 @@ from rlft_fast.errors import names_on_first_use
 if TYPE_CHECKING:
     from rlft_fast.run.folder import claim, dotted, is_run, naming_start, require_same, require_usable, settings_of
     from rlft_fast.run.lock import is_in_use, require_unlocked
-    from rlft_fast.run.log import RunLog
     from rlft_fast.run.phases import Phases
-    from rlft_fast.run.plot import COLORS, PANELS, drawable, is_exact_integer, parse_json, plot_runs, read_metrics
     from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
-    from rlft_fast.run.rollouts import read_rollout, require_replayable
+    from rlft_fast.run.records import (
+        COLORS,
+        PANELS,
+        PHASE_COLORS,
+        RunLog,
+        Timeline,
+        draw_timeline,
+        drawable,
+        is_exact_integer,
+        parse_json,
+        plot_runs,
+        read_metrics,
+        read_rollout,
+        read_timeline,
+        read_tokens,
+        require_replayable,
+        require_trackers,
+        token_columns,
+    )
     from rlft_fast.run.run import Run, by_first
     from rlft_fast.run.store import Store
-    from rlft_fast.run.timeline import PHASE_COLORS, Timeline, draw_timeline, read_timeline
-    from rlft_fast.run.tokens import read_tokens, token_columns
-    from rlft_fast.run.trackers import require_trackers
 
 __all__ = [
     "COLORS",

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from rlft_fast.run.folder import LOGS, MARKER
-from rlft_fast.run.step_files import step_files_after
+from rlft_fast.run.records import step_files_after
 
 _COPIED = (MARKER, "config.yaml", *LOGS)
 _MOVED = ("summary.json", "curve.png", "timeline.png", "hf")  # of the last step

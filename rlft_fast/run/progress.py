@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlft_fast.config import HUB, Config, RunConfig
-from rlft_fast.run.plot import read_metrics
+from rlft_fast.run.records import read_metrics
 
 _EARLIER_NAMES = {"objective": "trainer"}
 

@@ -21,7 +21,7 @@ class StepResult:
         num_prompts: prompts or rows that the step took from the stream.
         records: lines of ``samples.jsonl``; they are made when they are read, on the first rank.
         warnings: for users.
-        tokens: on the first rank: numbers of each token, see `rlft_fast.run.tokens`; None where none are kept.
+        tokens: on the first rank: numbers of each token, see `rlft_fast.run.records.tokens`; None where none are kept.
         samples: on the first rank: all that `write_rollout` keeps of the step; None where nothing is kept.
     """
 

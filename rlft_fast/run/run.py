@@ -24,16 +24,20 @@ from rlft_fast.models import name_some
 from rlft_fast.run.folder import claim, require_same, run_id
 from rlft_fast.run.going_back import keep_later
 from rlft_fast.run.lock import locked
-from rlft_fast.run.log import RunLog
-from rlft_fast.run.plot import plot_runs
 from rlft_fast.run.profile import profiled
 from rlft_fast.run.progress import Progress, measure_of_best
 from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
-from rlft_fast.run.rollouts import write_rollout
+from rlft_fast.run.records import (
+    RunLog,
+    TrackedRun,
+    Tracker,
+    draw_timeline,
+    merged,
+    plot_runs,
+    write_rollout,
+    write_tokens,
+)
 from rlft_fast.run.store import Copies, Store, StoreError
-from rlft_fast.run.timeline import draw_timeline, merged
-from rlft_fast.run.tokens import write_tokens
-from rlft_fast.run.trackers import TrackedRun, Tracker
 from rlft_fast.world import SPANS, STOP, Span, World
 
 _MAX_LOST = 3  # restarts of lost workers without a new checkpoint in between

@@ -30,7 +30,7 @@ class Contents(NamedTuple):
     samples: dict[int, list[dict[str, Any]]]
     """By step, in the order of ``samples.jsonl``."""
     tokens: dict[int, dict[str, str]]
-    """By step: columns as `rlft_fast.run.tokens` names them, each as base64 of its bytes, little-endian."""
+    """By step: columns as `rlft_fast.run.records.tokens` names them, each as base64 of its bytes, little-endian."""
     texts: dict[int, str]
     """Texts of the tokens by their ids; {} where no tokenizer was found."""
     thumbnails: dict[str, str]

@@ -10,8 +10,8 @@ from matplotlib.image import imread
 
 from rlft_fast.errors import StepError
 from rlft_fast.rewards import RewardError
-from rlft_fast.run import trackers
 from rlft_fast.run.folder import MARKER
+from rlft_fast.run.records import trackers
 from rlft_fast.run.run import DivergedError
 from rlft_fast.trainer import Run
 from tests.run.counting import (

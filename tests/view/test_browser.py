@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rlft_fast.run.tokens import write_tokens
+from rlft_fast.run.records.tokens import write_tokens
 from rlft_fast.view import write_view
 from tests.support.pictures import picture
 from tests.support.runs.run_folders import HOSTILE, sample, write_lines, write_run

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlft_fast.cli import main
-from rlft_fast.run.tokens import write_tokens
+from rlft_fast.run.records.tokens import write_tokens
 from rlft_fast.view import write_view
 from rlft_fast.view.contents import token_texts
 from tests.support.runs.metrics import ODD

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rlft_fast.data import Samples
 from rlft_fast.rollout import Completion, Span, to_samples
-from rlft_fast.run.tokens import token_columns
+from rlft_fast.run.records.tokens import token_columns
 from rlft_fast.trainer.collect.experience import build_batch, scored_samples, with_rewards
 
 # Two prompts: no reward, a cut-off completion, a completion of one token, tokens of an environment, two versions.

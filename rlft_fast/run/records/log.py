@@ -16,9 +16,9 @@ from rich.table import Table
 from rlft_fast.errors import printable
 from rlft_fast.files import fsync
 from rlft_fast.run.folder import LOGS
-from rlft_fast.run.step_files import STEP_FOLDERS, step_files_after
-from rlft_fast.run.timeline import FILE as TIMELINE
-from rlft_fast.run.trackers import Tracker
+from rlft_fast.run.records.step_files import STEP_FOLDERS, step_files_after
+from rlft_fast.run.records.timeline import FILE as TIMELINE
+from rlft_fast.run.records.trackers import Tracker
 from rlft_fast.world import Span, write_at_once
 
 _SHOWN = (

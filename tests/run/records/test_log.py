@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rlft_fast.run.log import RunLog
+from rlft_fast.run.records.log import RunLog
 
 
 @pytest.fixture

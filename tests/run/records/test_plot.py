@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from rlft_fast.cli import main
-from rlft_fast.run.plot import _running_mean, plot_runs, read_metrics
+from rlft_fast.run.records.plot import _running_mean, plot_runs, read_metrics
 from tests.support.runs.metrics import ODD
 
 SERIES = ("reward_mean", "accuracy", "approx_kl", "entropy", "completion_length_mean", "tokens_per_second")

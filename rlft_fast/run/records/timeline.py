@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlft_fast.errors import printable
 from rlft_fast.files import replacing
-from rlft_fast.run.plot import COLORS, drawable, is_exact_integer, parse_json
+from rlft_fast.run.records.plot import COLORS, drawable, is_exact_integer, parse_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlft_fast.run.trackers import TrackedRun, Tracker
+from rlft_fast.run.records.trackers import TrackedRun, Tracker
 from rlft_fast.trainer import train
 from tests.run.counting import count
 from tests.trainer.toy import WORDS, read_lines, toy_config, write_rows

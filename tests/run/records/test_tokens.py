@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from rlft_fast.run.log import RunLog
-from rlft_fast.run.tokens import read_tokens, write_tokens
+from rlft_fast.run.records.log import RunLog
+from rlft_fast.run.records.tokens import read_tokens, write_tokens
 from rlft_fast.trainer import train
 from tests.run.counting import count
 from tests.support.runs.samples import SAMPLES, columns_of_samples

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlft_fast.files import replacing
-from rlft_fast.run.step_files import ROLLOUTS, step_file
+from rlft_fast.run.records.step_files import ROLLOUTS, step_file
 
 if TYPE_CHECKING:
     from torch import Tensor

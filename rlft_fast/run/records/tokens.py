@@ -27,7 +27,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from rlft_fast.files import replacing
-from rlft_fast.run.step_files import TOKENS, step_file
+from rlft_fast.run.records.step_files import TOKENS, step_file
 
 if TYPE_CHECKING:
     from torch import Tensor

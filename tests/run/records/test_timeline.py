@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from rlft_fast.cli import main
 from rlft_fast.run.phases import Phases
-from rlft_fast.run.timeline import PHASE_COLORS, draw_timeline, merged, read_timeline
+from rlft_fast.run.records.timeline import PHASE_COLORS, draw_timeline, merged, read_timeline
 from rlft_fast.world import SPANS, Span, World
 from tests.support.runs.run_folders import HOSTILE, write_lines, write_run
 
