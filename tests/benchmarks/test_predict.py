@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ops.counts import WAYS, Counts, Gemm, bare
-from benchmarks.ops.predict import DEVICES, counted
+from benchmarks.prediction.counts import WAYS, Counts, Gemm, bare
+from benchmarks.prediction.report import DEVICES, counted
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 ROOT = Path(__file__).parents[2]

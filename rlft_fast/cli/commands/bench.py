@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> int:
     files = benchmark_files()
     if args.predict is not None:
         folder = next(file.parent for file in files[0].parents if file.name == "benchmarks")
-        command = [sys.executable, "-m", "benchmarks.ops.predict", args.predict, *pytest_options]
+        command = [sys.executable, "-m", "benchmarks.prediction.report", args.predict, *pytest_options]
         path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
         return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
     if find_spec("pytest") is None or find_spec("pytest_benchmark") is None:

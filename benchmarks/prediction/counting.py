@@ -1,4 +1,4 @@
-"""`python -m benchmarks.ops.counting T,D,V ...`: what the head's ways do on a pretended GPU, one line of JSON each."""
+"""`python -m benchmarks.prediction.counting T,D,V ...`: what the head's ways do on a pretended GPU, as JSON lines."""
 
 from benchmarks.support import fake_gpu  # before torch, which asks once whether there is a GPU
 
@@ -13,8 +13,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from benchmarks.ops.counts import WAYS, Counts, Gemm, Shape  # noqa: E402
 from benchmarks.ops.ways import ppo_clip  # noqa: E402
+from benchmarks.prediction.counts import WAYS, Counts, Gemm, Shape  # noqa: E402
 from rlft_fast.ops import linear_logprob, linear_logprob_loss  # noqa: E402
 
 aten = torch.ops.aten

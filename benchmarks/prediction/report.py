@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.ops.counts import WAYS, Counts, Device, Gemm, Shape, bare
+from benchmarks.prediction.counts import WAYS, Counts, Device, Gemm, Shape, bare
 from benchmarks.support.document import fill, table
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ DEVICES = {
 
 
 def counted(shapes: list[Shape]) -> dict[tuple[str, Shape], Counts]:
-    """Counts of all ways at all shapes, by `benchmarks.ops.counting`: its process believes in a GPU."""
+    """Counts of all ways at all shapes, by `benchmarks.prediction.counting`: its process believes in a GPU."""
     import torch
 
     environment = dict(os.environ)
@@ -38,7 +38,7 @@ def counted(shapes: list[Shape]) -> dict[tuple[str, Shape], Counts]:
         from benchmarks.support.device_library import device_library
 
         environment["RLFT_EMULATED_KERNELS"] = str(device_library(ROOT / "build/predict"))
-    command = [sys.executable, "-m", "benchmarks.ops.counting", *(",".join(map(str, shape)) for shape in shapes)]
+    command = [sys.executable, "-m", "benchmarks.prediction.counting", *(",".join(map(str, shape)) for shape in shapes)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"counting failed: {done.stderr.strip()[-2000:]}")
