@@ -37,7 +37,7 @@ NEWEST    := $(CURDIR)/build/newest
 # The kernels of other CPUs that test-cpus takes, by torch's names, and the suites of numbers that it runs.
 KERNELS   ?= avx2 default
 NUMBERS   := tests/ops tests/rl tests/models tests/engine tests/data tests/rollout/test_hf.py \
-	tests/trainer/test_objective.py tests/trainer/test_experience.py tests/trainer/runs/test_same_numbers.py
+	tests/trainer/learn/test_objective.py tests/trainer/collect/test_experience.py tests/trainer/runs/test_same_numbers.py
 BESIDE    := $(CURDIR)/build/peers
 DOCS      := $(CURDIR)/build/site/environment
 WHEEL     := $(CURDIR)/build/wheel/$(subst =,,$(subst /,_,$(PYTHON)-$(TORCH)))
@@ -131,7 +131,7 @@ test-ray: install-vllm install-ray
 test-peers: install-peers
 	rm -rf $(BESIDE)/trackio
 	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(THINNED) -m peers \
-	  tests/envs/test_libraries.py tests/integrations tests/rl tests/cluster tests/run/test_trackers.py \
+	  tests/envs/test_libraries.py tests/integrations tests/rl tests/cluster tests/run/records/test_trackers.py \
 	  tests/run/test_s3.py tests/trainer/supervised
 	$(PASSED)
 
@@ -225,7 +225,7 @@ lint: install
 # may spill registers.
 cuda: install
 	RLFT_FAST_CUDA_ONLY=1 $(BIN)/python setup.py -q build_ext --inplace
-	$(BIN)/python -m pytest tests/test_build.py
+	$(BIN)/python -m pytest tests/package/test_build.py
 	$(PASSED)
 
 # The tests of the compiled CPU code under AddressSanitizer and UBSan, in a build of its own. Left out is what weighs
@@ -285,7 +285,7 @@ wheels:
 # Installs each wheel in dist/ into new environments, with the oldest torch and the newest. Gigabytes, and about ten
 # minutes for each, since PyPI's torch is the one for CUDA.
 test-wheel: install wheels
-	TORCH_OPTIONS="$(INDEX)" $(BIN)/python -m pytest -v tests/wheel.py
+	TORCH_OPTIONS="$(INDEX)" $(BIN)/python -m pytest -v tests/package/wheel.py
 
 # All integrations in their trainers with the wheel instead of the source. The folder that has the wheel comes before the
 # repository, which has the tests. The peers' folder hides the tests from new processes, which only other tests start.

@@ -59,7 +59,7 @@ CLUSTER = ("rlft_fast/cluster", "tests/cluster")
 
 # In the order of .ci/run.
 SUITES: dict[str, Suite] = {
-    "cuda": Suite(("csrc", "tests/test_build.py")),
+    "cuda": Suite(("csrc", "tests/package/test_build.py")),
     "sanitize": Suite((*OPS, "tests/data"), "THIN=12"),
     "emulate": Suite((*OPS, "tests/cuda_emulator"), "THIN=12"),
     "test-oldest": Suite((*OPS, *MODELS, *ENGINE, *(f"rlft_fast/rollout/{x}.py" for x in HF)), "THIN=16"),
@@ -68,8 +68,8 @@ SUITES: dict[str, Suite] = {
     ),
     "gpu-rehearsal": Suite((*OPS, "benchmarks", "tests/cuda_emulator"), "THIN=1"),
     "test-peers": Suite(
-        (*RL, "rlft_fast/integrations", "rlft_fast/envs", "rlft_fast/run/trackers.py", "rlft_fast/run/store.py",
-         "tests/envs", "tests/run/test_s3.py", "tests/run/test_trackers.py", "requirements-peers.txt", *PEERS),
+        (*RL, "rlft_fast/integrations", "rlft_fast/envs", "rlft_fast/run/records/trackers.py", "rlft_fast/run/store.py",
+         "tests/envs", "tests/run/test_s3.py", "tests/run/records/test_trackers.py", "requirements-peers.txt", *PEERS),
         "THIN=4",
     ),
     "test-vllm": Suite((*ROLLOUT, *CLUSTER), "THIN=2"),

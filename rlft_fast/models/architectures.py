@@ -2,7 +2,7 @@
 
 Packed sequences need an attention of our own. Every other causal model runs a padded batch, by its own attention: no
 token sees the padding on its right. The way is chosen by the model's class, configuration and names alone, before
-anything runs. The test tests/engine/test_every_architecture.py checks it with every language model of transformers.
+anything runs. tests/engine/models/test_every_architecture.py checks it with every language model of transformers.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from rlft_fast.models.attention import GROUPED_ATTENTION, PACKED_ATTENTION
 from rlft_fast.models.images import VISION_MODELS
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Models that look as if they could be packed, or run, found by trying all (tests/engine/test_every_architecture.py).
+# Models that look as if they could be packed, or run, found by trying all: tests/engine/models/every_architecture.py.
 _EXCEPTIONS = {
     "nemotron": "does not hand boundaries on to its attention",
     "moshi": "does not hand boundaries on to its attention",

@@ -14,7 +14,7 @@ from rlft_fast.models import require_divisible_heads
 from rlft_fast.models.probe import Surroundings
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
-from tests.engine.every_architecture import small_model
+from tests.engine.models.every_architecture import small_model
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
 from tests.support.tiny_models import MODELS, save_tiny_model
 

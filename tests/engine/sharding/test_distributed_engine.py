@@ -15,8 +15,8 @@ from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Completion, NonFiniteLogitsError, Request, Rollout, SamplingParams
 from rlft_fast.world import World
 from tests.engine import reference
+from tests.engine.models.test_from_module import check_two
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
-from tests.engine.test_from_module import check_two
 from tests.support.machine.distributed import run_distributed
 
 pytestmark = pytest.mark.dist

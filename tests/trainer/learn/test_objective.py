@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from rlft_fast.trainer import PPOTrainer, Run, train
 from rlft_fast.trainer.learn.objective import Objective
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, write_rows
 
-OWN = Path(__file__).parent / "my_methods.py"
+OWN = HERE.with_name("my_methods.py")
 MISMATCH = ("mismatch_mean", "mismatch_max", "mismatch_k1", "mismatch_k3", "effective_sample_share")
 
 

@@ -10,7 +10,7 @@ import yaml
 
 import rlft_fast
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONTAINER, WORKFLOW = "docker/wheel.Dockerfile", ".github/workflows/release.yml"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -21,7 +21,7 @@ import yaml
 import rlft_fast
 from tests.trainer.toy import toy_values
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
 WHEELS = sorted(DIST.glob(f"rlft_fast-{rlft_fast.__version__}-*.whl"))
 assert WHEELS, f"there is no wheel of {rlft_fast.__version__} in {DIST}: make wheel"

@@ -12,7 +12,7 @@ import pytest
 
 import rlft_fast
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LIBRARIES = sorted(Path(rlft_fast.__file__).parent.glob("_C*.so"))
 CUDA_LIBRARIES = [path for path in LIBRARIES if "_C_cuda" in path.name]
 requires_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")

@@ -1,6 +1,6 @@
 """Every language model of the installed transformers: whether its head can be patched, and how it trains.
 
-    python -m tests.engine.every_architecture    # writes docs/models.md
+    python -m tests.engine.models.every_architecture    # writes docs/models.md
 
 A model of small sizes is asked, and each yes is compared with the model's own numbers. Where no small sizes fit, the
 model of the default configuration is asked on the meta device, and nothing is compared.
@@ -31,7 +31,7 @@ from rlft_fast.models import PolicyModel, RowCache
 from rlft_fast.models.architectures import WITHOUT_CACHE, padded_attention, require_causal
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 YES, UNREFUTED = "yes", "yes *"
 PACKED, PADDED = "packed", "padded"
 UNTRIED = "not tried"
@@ -55,13 +55,13 @@ whose cache gives other numbers: {uncached}.
 Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, InternVL, Idefics3, SmolVLM and Mistral 3 learn from [images](runs.md#images),
 too. All other vision-language models learn from text: their towers are frozen, and images are refused.
 
-`python -m tests.engine.every_architecture` asks every model and writes this page. `make test-slow` fails where the page
-is out of date. Each *yes*, *packed* and *padded* is compared. With a patched head, a small random model gives the
-log-probabilities of its own logits to 1e-4. So does the engine's forward of three sequences, with the gradients of each
-sequence alone, and rollouts continue the sequences by the model's own logits. A star says that the class was asked with
-its default configuration, and was not refused; its numbers were not compared. All other models are refused by name when
-they are patched or loaded. The table has the first reason of the `ValueError`. *Not tried* are those that transformers
-cannot build with their default configurations.
+`python -m tests.engine.models.every_architecture` asks every model and writes this page. `make test-slow` fails where
+the page is out of date. Each *yes*, *packed* and *padded* is compared. With a patched head, a small random model gives
+the log-probabilities of its own logits to 1e-4. So does the engine's forward of three sequences, with the gradients of
+each sequence alone, and rollouts continue the sequences by the model's own logits. A star says that the class was asked
+with its default configuration, and was not refused; its numbers were not compared. All other models are refused by name
+when they are patched or loaded. The table has the first reason of the `ValueError`. *Not tried* are those that
+transformers cannot build with their default configurations.
 
 | patched head | training | model types |
 | --- | --- | --- |
