@@ -1,6 +1,6 @@
 """The training loop of PPO and GRPO. One step is :meth:`PPOTrainer.collect`, then :meth:`PPOTrainer.learn`.
 
-With ``rollout.max_staleness``, samples come from a thread that collects them while earlier steps train, see `Schedule`.
+A `SampleSource` has the samples: it collects them for the step, or ahead of it while earlier steps train.
 
 Every sample is drawn from its own seed, a function of (seed, step, row of the prompt, number of the sample), and the
 order of prompts is a function of the seed. So a run that continues from a checkpoint repeats what the uninterrupted run
@@ -18,21 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft_fast.cluster import TotalUsage
 from rlft_fast.config import Config
 from rlft_fast.data import Batch
-from rlft_fast.engine import Output, weighted
+from rlft_fast.engine import weighted
 from rlft_fast.rl import AdvantageError
-from rlft_fast.rollout import Rollout
-from rlft_fast.run import Evaluated, Phases, StepResult, dotted, read_rollout, token_columns
+from rlft_fast.run import Evaluated, Phases, StepResult, dotted
 from rlft_fast.trainer.collect import (
-    Collected,
     Collector,
     Curriculum,
     Experience,
-    Overlap,
-    Schedule,
+    SampleSource,
     build_batch,
+    logged_tokens,
     mini_batch_rows,
     rollout_metrics,
     sample_records,
@@ -50,12 +47,9 @@ from rlft_fast.trainer.inputs import (
 from rlft_fast.trainer.learn import Learner, asked_of_teacher, check_embeddings, with_teacher
 from rlft_fast.trainer.models import build_models, check_finite, notes_on
 from rlft_fast.trainer.prompts import ImageError, overlong_notes
-from rlft_fast.world import STOP, LeftEarlyError, World, init_distributed
+from rlft_fast.world import World, init_distributed
 
 _SHOWN_EXAMPLES = 3
-_AHEAD = "ahead."  # of the names of tensors in a checkpoint; then number of the group, ".", name
-_MOST_GROUPS = 256  # collected at once; a thread each
-_GATHER_S = 0.01  # groups that begin together ask the generator together
 
 
 class PPOTrainer:
@@ -104,28 +98,17 @@ class PPOTrainer:
     def _load_models(self) -> None:
         algorithm = self.config.algorithm
         num_training_steps = self.config.steps * algorithm.epochs * algorithm.mini_batches
-        self.models = models = build_models(self._built, self.tokenizer, self.world, num_training_steps)
+        built = self.config if self.replay is None else _without_generator(self.config)
+        self.models = models = build_models(built, self.tokenizer, self.world, num_training_steps)
         self.actor, self.critic = models.actor, models.engines.get("critic")
         self.rollout = models.rollout
         self.judge.use_models(models.engines)
-        self.collector = self._collector(self.phases)
-        self.overlap: Overlap[Collected] | None = None
-        self._kept: dict[str, Tensor] = {}  # samples of a checkpoint, before a step takes them
-        self.num_updates = 0  # of the weights of now
-        self.learner = Learner(self.config, models, self.objective)
-
-    @property
-    def _built(self) -> Config:
-        """The configuration of the models."""
-        if self.replay is None:
-            return self.config
-        return self.config.model_copy(update={"rollout": self.config.rollout.model_copy(update={"backend": "hf"})})
-
-    def _collector(self, phases: Phases) -> Collector:
-        return Collector(
-            self.config, self.world, self.prompts, self.curriculum, self.judge, self.models, phases, self.player,
+        self.collector = Collector(
+            self.config, self.world, self.prompts, self.curriculum, self.judge, models, self.phases, self.player,
             needs_greedy=self.objective.needs_greedy,
         )  # fmt: skip
+        self.source = SampleSource(self.collector, self.replay)
+        self.learner = Learner(self.config, models, self.objective)
 
     def restart(self) -> None:
         """Starts new workers in place of all workers, after some were lost. Weights are those of the model folders."""
@@ -164,15 +147,8 @@ class PPOTrainer:
         if first_prompt is None:
             first_prompt = step * self.config.rollout.prompts_per_step
         self.phases.restart()
-        torch.manual_seed(self._seed(step))  # for methods of one's own; samples have their own seeds
-        staleness = self.config.rollout.max_staleness
-        if self.replay is not None:
-            collected = self.collector.again(read_rollout(self.replay, step + 1))
-        else:
-            collected = self._take(step, first_prompt) if staleness else self._collect(step, first_prompt)
-        self.curriculum.learn(collected.rows, collected.samples)
-        if staleness and self.replay is None:
-            self.curriculum.plan(step + 1, first_prompt + collected.num_streamed, step + 1 + staleness)
+        torch.manual_seed(_seed(self.config, step))  # for methods of one's own; samples have their own seeds
+        collected = self.source.take(step, first_prompt)
         prompts, scored, greedy = collected.prompts, collected.samples, collected.greedy_G
         with_signal = self.collector.rows_with_signal(scored)
         samples = self.collector.penalize_length(scored)
@@ -180,8 +156,8 @@ class PPOTrainer:
         images = self.world.together(prompts.load_images, ImageError)
         batch = self._infer(build_batch(taught, prompts.token_ids, greedy, images))
         metrics = rollout_metrics(samples, batch, len(with_signal)) | self.collector.metrics(collected)
-        metrics |= staleness_metrics(samples, step + 1) if staleness else {}
-        prepare = partial(self.objective.prepare, batch, self._seed(step))
+        metrics |= staleness_metrics(samples, step + 1) if self.config.rollout.max_staleness else {}
+        prepare = partial(self.objective.prepare, batch, _seed(self.config, step))
         batch = self.world.together(prepare, AdvantageError)
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
         if self.config.algorithm.mask_truncated:
@@ -193,68 +169,6 @@ class PPOTrainer:
             batch=batch, metrics=metrics,
             kept=collected.tensors() if self.config.log_samples and self.world.is_first else None,
         )  # fmt: skip
-
-    def _collect(self, step: int, first_prompt: int) -> Collected:
-        """The samples of a step by the weights of now."""
-        collected = self.collector.collect(step, first_prompt)
-        with self.phases.timed("generate"):
-            self.rollout.sleep()  # not before: only the sync after the update wakes it
-        return collected
-
-    def _take(self, step: int, first_prompt: int) -> Collected:
-        """The samples of a step from the threads, which collect further steps meanwhile."""
-        if self.overlap is None:
-            self.overlap = self._begin_to_overlap(step, first_prompt)
-        assert self.overlap.schedule.trained == step
-        with self.phases.timed("wait"), _leaving_together(self.world):
-            groups = self.overlap.take()
-        collected = self.collector.joined(step, groups) if self._is_in_flight else groups[0]
-        for name, seconds in collected.seconds.items():
-            self.phases.seconds[name] = seconds
-        return collected
-
-    @property
-    def _is_in_flight(self) -> bool:
-        """Whether each prompt of a step is collected alone, and answers go on across updates."""
-        return self.config.rollout.update == "in-flight"
-
-    def _begin_to_overlap(self, first_step: int, first_prompt: int) -> Overlap[Collected]:
-        rollout, count = self.rollout, self.config.rollout.prompts_per_step
-        assert isinstance(rollout, Rollout)  # the configuration refuses a cluster
-        rollout.restarts = False
-        num_groups, num_threads = 1, 1
-        if self._is_in_flight:
-            num_groups, num_threads = count, min(count * (1 + self.config.rollout.max_staleness), _MOST_GROUPS)
-            rollout.joined.gather_s = _GATHER_S
-        kept = _by_group(self._kept)
-        last_step = first_step + self.config.rollout.max_staleness
-        self.curriculum.plan(first_step, first_prompt, max((last_step, *(group // num_groups for group in kept))))
-
-        def collect(group: int) -> Collected:
-            step, place = divmod(group, num_groups)
-            collector = self._collector(Phases(self.world, elsewhere=TotalUsage))  # memory is measured here
-            collected = collector.collect_group(step, place) if self._is_in_flight else collector.collect(step, None)
-            return collected._replace(seconds=collector.phases.seconds)
-
-        def known(group: int, tensors: dict[str, Tensor]) -> Collected | None:
-            step, place = divmod(group, num_groups)
-            return self.collector.of_tensors(step, tensors, place if self._is_in_flight else None)
-
-        found = {group: known(group, own) for group, own in kept.items()}
-        ready = {group: collected for group, collected in found.items() if collected is not None}
-        self._kept = {}
-        schedule = Schedule(
-            self.config.rollout.max_staleness, self.config.steps, first_step, ready, num_groups,
-            drains=not self._is_in_flight,
-        )  # fmt: skip
-        longest_wait_s = 60 * self.config.timeout_minutes
-        return Overlap(schedule, ready, collect, self._sync, rollout.generator.name, longest_wait_s, num_threads)
-
-    def _sync(self) -> None:
-        """Gives the generator the weights of now."""
-        self.rollout.weight_version = self.num_updates
-        with self.phases.timed("sync"):
-            self.rollout.sync()
 
     def _infer(self, batch: Batch) -> Batch:
         """The batch with what the models compute before the update. A teacher with workers of its own works beside."""
@@ -271,43 +185,26 @@ class PPOTrainer:
 
     def learn(self, experience: Experience) -> StepResult:
         """old log-probs, where `collect` left them out -> updates -> the rollout gets the new weights."""
-        rows = mini_batch_rows(experience.batch, self.config.algorithm, self._seed(experience.step))
+        rows = mini_batch_rows(experience.batch, self.config.algorithm, _seed(self.config, experience.step))
         if self.objective.defers_old and len(rows) > 1:
             with self.phases.timed("logprobs"):
                 experience = self.learner.with_old_logprob(experience, rows[0])
         with self.phases.timed("update"):
             update = self.learner.update(experience, rows)
-        self.num_updates = experience.step + 1
-        if self.overlap is None:
-            self._sync()
-        else:
-            self.overlap.train()
+        self.source.update(experience.step)
         metrics = experience.metrics | update.metrics | {"taught_share": experience.taught_share}
         metrics |= self.phases.metrics()
         metrics |= self.learner.utilisation(experience.batch, self.phases.seconds["update"])
+        logs_tokens = self.config.log_tokens_mib is not None and self.world.is_first
         return StepResult(
             metrics=metrics, num_prompts=experience.num_streamed, warnings=experience.warnings,
             records=sample_records(
                 experience.samples, experience.prompts,
                 None if self.player is None else self.player.turns(experience.samples),
             ),
-            tokens=self._token_columns(experience, update.outputs),
+            tokens=logged_tokens(experience, update.outputs, self.config) if logs_tokens else None,
             samples=experience.kept,
         )  # fmt: skip
-
-    def _token_columns(self, experience: Experience, outputs: Mapping[Output, Tensor]) -> dict[str, Tensor] | None:
-        """What `StepResult.tokens` holds; the outputs are of the first optimizer step."""
-        if self.config.log_tokens_mib is None or not self.world.is_first:
-            return None
-        algorithm, batch = self.config.algorithm, experience.batch
-        if outputs and algorithm.epochs * algorithm.mini_batches == 1:  # otherwise they are of a part of the batch
-            found = {name: x_T.where(batch.active_T, torch.nan) for name, x_T in outputs.items()}
-            batch = batch.replace(logprob_T=found["logprob"], entropy_T=found["entropy"])
-        return token_columns(experience.samples, experience.taught, batch, self.config.log_tokens_mib * 2**20)
-
-    def _seed(self, step: int) -> int:
-        """The seed of a step's random choices other than its samples."""
-        return (self.config.seed * 1_000_003 + step) * 1_009 % 2**63
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
@@ -319,30 +216,13 @@ class PPOTrainer:
     def evaluate(self) -> Evaluated:
         """The numbers of the held-out sets, see `evaluate_sets`."""
         judge = self.evaluation_judge or self.judge
-        if self.overlap is not None:
-            with _leaving_together(self.world):
-                self.overlap.drain()
-            self._sync()
-        with self._restarting():
+        with self.source.at_rest():
             metrics, samples = evaluate_sets(self.config, self.held_out, judge, self.collector.answer)
         first = next(iter(samples.values()))
         shown = first.select((first.number_B == 0).nonzero().flatten()[:_SHOWN_EXAMPLES])
         examples = [text.strip() for text in shown.texts or ()]
         num_scored = sum(len(found.row_B[found.has_reward_B].unique()) for found in samples.values())
         return Evaluated(metrics=metrics, examples=examples, num_scored=num_scored)
-
-    @contextlib.contextmanager
-    def _restarting(self) -> Iterator[None]:
-        """Inside, nothing trains, and a generator that fails may be started again at once."""
-        rollout = self.rollout
-        if self.overlap is None or not isinstance(rollout, Rollout):
-            yield
-            return
-        rollout.restarts = True
-        try:
-            yield
-        finally:
-            rollout.restarts = False
 
     # ---- the state of a run -------------------------------------------------------------------------------------
 
@@ -358,12 +238,11 @@ class PPOTrainer:
 
     def start(self, step: int) -> None:
         """Gives the generator the weights, as those of this step."""
-        self.num_updates = step
-        self._sync()
+        self.source.start(step)
 
     def is_after(self, step: int) -> bool:
         """See `Trainer`: an update may have failed, or the generator while it took the weights of a further step."""
-        return self.num_updates == step and not self.learner.is_torn
+        return self.source.num_updates == step and not self.learner.is_torn
 
     def state(self) -> dict[str, Any]:
         """The coefficients of the objective, which adapt, and the estimates of the curriculum."""
@@ -377,45 +256,25 @@ class PPOTrainer:
 
     def ahead(self, *, waits: bool) -> dict[str, Tensor]:
         """See `Trainer`: the samples of coming steps."""
-        if self.overlap is None:
-            return self._kept
-        ready = self.overlap.ready(waits=waits and not self._is_in_flight)
-        return {
-            f"{_AHEAD}{group}.{name}": x
-            for group, collected in ready.items()
-            for name, x in collected.tensors().items()
-        }
+        return self.source.ahead(waits=waits)
 
     def load_ahead(self, tensors: Mapping[str, Any]) -> None:
         """See `Trainer`."""
-        if self.overlap is not None:
-            self.overlap.close()
-        self.overlap = None
-        self._kept = {name: tensor for name, tensor in tensors.items() if name.startswith(_AHEAD)}
+        self.source.load_ahead(tensors)
 
     def close(self) -> None:
         """Ends the worker processes of reward functions and environments, and the generator."""
         with contextlib.ExitStack() as stack:  # each, also if one of them fails; the last comes first
-            if self.overlap is not None:
-                stack.callback(self.overlap.join)
-            for part in filter(None, (self.models, self.evaluation_judge, self.judge, self.player, self.overlap)):
+            stack.callback(self.source.join)
+            for part in filter(None, (self.models, self.evaluation_judge, self.judge, self.player, self.source)):
                 stack.callback(part.close)
 
 
-@contextlib.contextmanager
-def _leaving_together(world: World) -> Iterator[None]:
-    """Around a wait that a signal may end: the run stops then."""
-    try:
-        yield
-    except LeftEarlyError:
-        STOP.leave_together(world)
-        raise
+def _without_generator(config: Config) -> Config:
+    """The configuration of a replay's models: the policy samples for evaluations alone."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"backend": "hf"})})
 
 
-def _by_group(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """What `PPOTrainer.ahead` gave, by group."""
-    found: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        group, own = name.removeprefix(_AHEAD).split(".", 1)
-        found.setdefault(int(group), {})[own] = tensor
-    return found
+def _seed(config: Config, step: int) -> int:
+    """The seed of a step's random choices other than its samples."""
+    return (config.seed * 1_000_003 + step) * 1_009 % 2**63

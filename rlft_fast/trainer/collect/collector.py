@@ -7,17 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlft_fast.cluster import RemoteRollout
 from rlft_fast.config import Config
 from rlft_fast.data import Samples, cat_samples
-from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, sample_seeds
+from rlft_fast.rollout import NonFiniteLogitsError, Rollout, SamplingParams, Seeds, sample_seeds
 from rlft_fast.run import Phases
-from rlft_fast.trainer.collect.answers import own_rows, own_samples
 from rlft_fast.trainer.collect.curriculum import Curriculum
 from rlft_fast.trainer.collect.experience import early_stop_metrics, penalize_length, rows_with_signal
 from rlft_fast.trainer.collect.judge import Judge
 from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.models import SamplingModels
-from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.prompts import ImageError, Prompts
 from rlft_fast.world import World
 
 
@@ -69,6 +69,13 @@ class Collector:
         self.config, self.world, self.prompts, self.judge = config, world, prompts, judge
         self.curriculum = curriculum
         self.models, self.phases = models, phases
+
+    def timed_by(self, phases: Phases) -> "Collector":
+        """The same collector with other phases, for a thread."""
+        return Collector(
+            self.config, self.world, self.prompts, self.curriculum, self.judge, self.models, phases, self.player,
+            needs_greedy=self.needs_greedy,
+        )  # fmt: skip
 
     def collect(self, step: int, first_prompt: int | None) -> Collected:
         """The prompts of a step and their samples; more prompts are added while too few have a signal.
@@ -252,3 +259,33 @@ class Collector:
 
 def _ids(prompts: Prompts) -> Tensor:
     return torch.tensor([number for ids in prompts.token_ids for number in (len(ids), *ids)], dtype=torch.int64)
+
+
+def own_samples(
+    rollout: Rollout | RemoteRollout, world: World, prompts: Prompts, params: SamplingParams,
+    seeds: Seeds | None = None, player: EpisodePlayer | None = None,
+) -> Samples:  # fmt: skip
+    """This rank's answers to its share of the prompts. All ranks must call it together.
+
+    Args:
+        rollout: samples.
+        world: the ranks that share the prompts.
+        prompts: of all ranks.
+        params: how to sample.
+        seeds: of this rank's answers; None: torch's random state gives them.
+        player: plays an episode per answer; None: an answer is one message.
+    """
+    rows = own_rows(world, prompts)
+    own = prompts.select(rows)
+    if player is None:
+        images = world.together(own.load_images, ImageError) if prompts.images else []
+        more = {"images": images} if images else {}  # the generators of a cluster take none
+        samples = rollout.samples(own.token_ids, params, seeds, **more)
+    else:
+        samples = player.samples(rollout, world, own, params, seeds)
+    return samples.replace(row_B=samples.row_B * rows.step + rows.start)
+
+
+def own_rows(world: World, prompts: Prompts) -> range:
+    """The prompts that this rank answers."""
+    return range(world.rank, len(prompts), world.size)

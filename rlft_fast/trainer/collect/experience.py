@@ -1,7 +1,7 @@
 """From completions to a batch with rewards: columns of samples, and what a step learns from. Pure functions."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlft_fast.config import AlgorithmConfig, RewardConfig
+from rlft_fast.config import AlgorithmConfig, Config, RewardConfig
 from rlft_fast.data import Batch, Images, Samples, image_table
+from rlft_fast.engine import Output
 from rlft_fast.rewards import Parts, overlong_penalty
 from rlft_fast.rl import kl_estimate, mismatch_metrics
+from rlft_fast.run import token_columns
 from rlft_fast.trainer.episodes import STOP
 from rlft_fast.trainer.prompts import Prompts
 
@@ -295,6 +297,22 @@ def sample_records(
             **({} if turns is None else {"turns": turns[i], "stop_reason": stops[i]}),
             **({"images": prompts.images[row].names} if row in prompts.images else {}),
         }  # fmt: skip
+
+
+def logged_tokens(experience: Experience, outputs: Mapping[Output, Tensor], config: Config) -> dict[str, Tensor]:
+    """What `StepResult.tokens` holds.
+
+    Args:
+        experience: of the step.
+        outputs: of the policy's first optimizer step, where no pass before it gave log-probabilities; else empty.
+        config: of the run, which logs tokens.
+    """
+    assert config.log_tokens_mib is not None
+    batch = experience.batch
+    if outputs and config.algorithm.epochs * config.algorithm.mini_batches == 1:  # else they are of a part of the batch
+        found = {name: x_T.where(batch.active_T, torch.nan) for name, x_T in outputs.items()}
+        batch = batch.replace(logprob_T=found["logprob"], entropy_T=found["entropy"])
+    return token_columns(experience.samples, experience.taught, batch, config.log_tokens_mib * 2**20)
 
 
 def _stop_reasons(samples: Samples) -> list[str | None]:
