@@ -15,12 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.objectives.workload import Workload, prepare
+from benchmarks.objectives.report import write_report
+from benchmarks.objectives.workload import (
+    LEAN,
+    OBJECTIVES,
+    OURS,
+    PADDING_FREE,
+    RECOMPUTING,
+    THEIRS,
+    Workload,
+    prepare,
+)
 from benchmarks.support.sides import ROOT, Side, take_turns
 
-OURS, THEIRS, PADDING_FREE = "rlft_fast", "TRL, padded", "TRL, padding-free"
-LEAN, RECOMPUTING = "rlft_fast, recomputing", "TRL, padded, recomputing"
-OBJECTIVES = {"sft": "SFT", "dpo": "DPO", "reward": "reward model"}
 _KEEPS = {"gradient_checkpointing": False}  # TRL's default is the recomputing side
 # Tokens of our micro-batches: little more than the longest row or pair that is admitted.
 _CAPS = {"sft": 384, "dpo": 768, "reward": 768}
@@ -57,7 +64,6 @@ def run(
 
 
 def main() -> int:
-    from benchmarks.objectives.report import write_report
     from rlft_fast.demo import smollm2_folder
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from benchmarks.objectives.compare import LEAN, OBJECTIVES, OURS, PADDING_FREE, RECOMPUTING, THEIRS
-from benchmarks.objectives.workload import Workload
+from benchmarks.objectives.workload import LEAN, OBJECTIVES, OURS, PADDING_FREE, RECOMPUTING, THEIRS, Workload
 from benchmarks.support.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.support.harness import environment
 from benchmarks.support.picture import OURS_COLOR, save

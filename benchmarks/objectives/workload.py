@@ -18,6 +18,10 @@ from transformers import AutoModelForSequenceClassification
 
 from rlft_fast.models import load_tokenizer
 
+OURS, THEIRS, PADDING_FREE = "rlft_fast", "TRL, padded", "TRL, padding-free"
+LEAN, RECOMPUTING = "rlft_fast, recomputing", "TRL, padded, recomputing"
+OBJECTIVES = {"sft": "SFT", "dpo": "DPO", "reward": "reward model"}
+
 _PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 _NUM_FRAME_TOKENS = 9  # of _PROMPT without its words, by SmolLM2's tokenizer
 _WORDS = (

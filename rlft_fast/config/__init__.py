@@ -7,7 +7,6 @@ from rlft_fast.config.base import ConfigError, Section, section_of, sections, se
 from rlft_fast.config.objectives import OBJECTIVES, load_config
 from rlft_fast.config.paths import HUB, hub_parts
 from rlft_fast.config.resume import changed_settings, fixed_settings
-from rlft_fast.config.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.schema import (
     MODEL_PART,
     SERVER_PART,
@@ -25,6 +24,7 @@ from rlft_fast.config.schema import (
     EvaluationConfig,
     GeneratorsConfig,
     GroupName,
+    HeadKind,
     HeldOutConfig,
     LoraConfig,
     ModelConfig,
@@ -36,6 +36,7 @@ from rlft_fast.config.schema import (
     RewardConfig,
     RewardDataConfig,
     RewardModelConfig,
+    Role,
     RolloutConfig,
     RowsConfig,
     RunConfig,
@@ -43,6 +44,7 @@ from rlft_fast.config.schema import (
     SFTDataConfig,
     SFTEvaluationConfig,
     SFTTeacherConfig,
+    StepPhase,
     TaughtConfig,
     TaughtDataConfig,
     TeacherConfig,

@@ -12,6 +12,7 @@ from rlft_fast.config.schema.model import (
     TeacherConfig,
     TopKTeacherConfig,
 )
+from rlft_fast.config.schema.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.schema.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig, VLLMConfig
 from rlft_fast.config.schema.run import MODEL_PART, SERVER_PART, Config, DataConfig, EvaluationConfig, RewardConfig
 from rlft_fast.config.schema.servers import TOKEN_VARIABLE, check_server_url, server_urls
@@ -55,6 +56,7 @@ __all__ = [
     "EvaluationConfig",
     "GeneratorsConfig",
     "GroupName",
+    "HeadKind",
     "HeldOutConfig",
     "LoraConfig",
     "ModelConfig",
@@ -66,6 +68,7 @@ __all__ = [
     "RewardConfig",
     "RewardDataConfig",
     "RewardModelConfig",
+    "Role",
     "RolloutConfig",
     "RowsConfig",
     "RunConfig",
@@ -73,6 +76,7 @@ __all__ = [
     "SFTDataConfig",
     "SFTEvaluationConfig",
     "SFTTeacherConfig",
+    "StepPhase",
     "TaughtConfig",
     "TaughtDataConfig",
     "TeacherConfig",

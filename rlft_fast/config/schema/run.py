@@ -9,11 +9,11 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.paths import DataPath, FunctionName, ModelPath
 from rlft_fast.config.resume import MayChange
-from rlft_fast.config.roles import Role, StepPhase
 from rlft_fast.config.schema.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.schema.cluster import ClusterConfig
 from rlft_fast.config.schema.environment import EnvironmentConfig
 from rlft_fast.config.schema.model import CriticConfig, EngineConfig, ModelConfig, ScoringConfig, TeacherConfig
+from rlft_fast.config.schema.roles import Role, StepPhase
 from rlft_fast.config.schema.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig
 from rlft_fast.config.schema.servers import ServerUrl
 from rlft_fast.config.schema.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, TrackerName

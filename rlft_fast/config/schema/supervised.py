@@ -8,9 +8,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.paths import DataPath
 from rlft_fast.config.resume import MayChange
-from rlft_fast.config.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.schema.cluster import ClusterConfig
 from rlft_fast.config.schema.model import EngineConfig, TopKTeacherConfig
+from rlft_fast.config.schema.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.schema.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, TrackerName
 
 

@@ -12,9 +12,9 @@ from rlft_fast.config.base import ConfigError, Section, explain, rule, sections,
 from rlft_fast.config.paths import AS_TYPED, HUB, DataPath, LocalPath, ModelPath, as_typed
 from rlft_fast.config.reader import read_file, read_value, write
 from rlft_fast.config.resume import MayChange
-from rlft_fast.config.roles import Role
 from rlft_fast.config.schema.cluster import ClusterConfig
 from rlft_fast.config.schema.model import EngineConfig
+from rlft_fast.config.schema.roles import Role
 from rlft_fast.files import read_text
 
 

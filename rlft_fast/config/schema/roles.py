@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rlft_fast.config.schema import EngineConfig
+from rlft_fast.config.schema.model import EngineConfig
 
 HeadKind = Literal["logprob", "value", "score"]
 StepPhase = Literal["generate", "score", "infer", "update", "sync"]
