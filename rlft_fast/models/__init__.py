@@ -33,7 +33,7 @@ with needing_train():
         packed_attention,
         sinks_of_own_heads,
     )
-    from rlft_fast.models.ends import end_token_ids, generation_defaults, split_stop
+    from rlft_fast.models.ends import Ends, end_token_ids, generation_defaults, split_stop
     from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
     from rlft_fast.models.images import (
         ImageFamily,
@@ -76,6 +76,7 @@ with needing_train():
 __all__ = [
     "PACKED_ATTENTION",
     "CheckpointPart",
+    "Ends",
     "ImageFamily",
     "ImageInputs",
     "LogprobHead",

@@ -8,7 +8,6 @@ hf               generates with transformers and the policy itself
 decoding         decodes models whose cache is keys and values
 by_transformers  decodes any other model, by `generate`
 sampling         chooses tokens from logits
-ends             where a completion ends
 vllm             generates with vLLM: in this process, in one beside it, or on servers
 """
 

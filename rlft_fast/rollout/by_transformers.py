@@ -11,8 +11,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from rlft_fast.models import PolicyModel
-from rlft_fast.rollout.ends import Ends
+from rlft_fast.models import Ends, PolicyModel
 from rlft_fast.rollout.sampling import Prompts, Sampled, choose
 from rlft_fast.rollout.types import SamplingParams
 

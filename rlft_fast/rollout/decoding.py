@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlft_fast.models import PolicyModel, RowCache, RowStates
-from rlft_fast.rollout.ends import Ends
+from rlft_fast.models import Ends, PolicyModel, RowCache, RowStates
 from rlft_fast.rollout.sampling import Choice, Prompts, Sampled, choose
 from rlft_fast.rollout.types import SamplingParams
 

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, server_urls
 from rlft_fast.engine import FSDPEngine, WeightStream
-from rlft_fast.engine.sharding import gathered, narrowed
 from rlft_fast.models import PolicyModel, end_token_ids, split_stop
-from rlft_fast.rollout.hf import HFGenerator
+from rlft_fast.rollout.hf import HFGenerator, gathered_policy
 from rlft_fast.rollout.together import Rollout, RolloutError
 from rlft_fast.rollout.types import Generator, SampledModel
 from rlft_fast.rollout.vllm import (
@@ -58,11 +57,7 @@ def build_rollout(
             f"{engine.config.compute_dtype}: leave rollout.dtype out, or set rollout.backend to vllm"
         )
 
-    @contextmanager
-    def sampling() -> Iterator[None]:
-        with engine.eval_mode(), gathered(model), narrowed(model, dtype):
-            yield
-
+    sampling = partial(gathered_policy, engine, dtype)
     return Rollout(lambda: HFGenerator(model, tokenizer, config.batch_size), engine.world, sampling=sampling)
 
 

@@ -7,18 +7,18 @@ from itertools import chain
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from rlft_fast.engine import WeightStream
-from rlft_fast.models import PolicyModel, end_token_ids, padded_attention, split_stop
+from rlft_fast.engine import FSDPEngine, WeightStream
+from rlft_fast.engine.sharding import gathered, narrowed
+from rlft_fast.models import Ends, PolicyModel, end_token_ids, padded_attention, split_stop
 from rlft_fast.rollout.by_transformers import PAD_TOKEN_ID, decode_by_transformers
 from rlft_fast.rollout.decoding import decode
-from rlft_fast.rollout.ends import Ends
 from rlft_fast.rollout.sampling import Prompts, Sampled, uniform_numbers
 from rlft_fast.rollout.turns import KeptTurns
 from rlft_fast.rollout.types import Answers, Completion, Request, SamplingParams, Span
 
 
 class HFGenerator:
-    """Samples from a policy on its own device. Sharded weights must be gathered around `generate`.
+    """Samples from a policy on its own device. `gathered_policy` has to gather sharded weights around `generate`.
 
     A prompt runs once for all its samples. Prompts are padded on the left. A model that `decodes_in_place` runs samples
     once as long as they are equal (`decode`), and of a turn of an episode the tokens that the turns before had not, if
@@ -127,6 +127,13 @@ class HFGenerator:
         support = torch.cat(sampled.supports)[:length] if sampled.supports else None
         spans = (Span(length, self.weight_version),)
         return Completion(tokens[:length], sampled.logprobs[:length], reason, spans, support)
+
+
+@contextmanager
+def gathered_policy(engine: FSDPEngine, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, each rank has the policy's whole weights in this dtype, and samples. All ranks must enter it together."""
+    with engine.eval_mode(), gathered(engine.model), narrowed(engine.model, dtype):
+        yield
 
 
 def _equal_prompts(requests: Sequence[Request]) -> list[list[int]]:

@@ -24,7 +24,7 @@ from transformers import (
 from rlft_fast.config import EngineConfig, OptimizerConfig, RolloutConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.models import PACKED_ATTENTION, PolicyModel, load_policy, load_tokenizer
+from rlft_fast.models import PACKED_ATTENTION, Ends, PolicyModel, load_policy, load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import (
     Completion,
@@ -38,7 +38,6 @@ from rlft_fast.rollout import (
     sample_seeds,
 )
 from rlft_fast.rollout.by_transformers import _RoundEnd
-from rlft_fast.rollout.ends import Ends
 from rlft_fast.rollout.sampling import draw, most_likely
 from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.world import World

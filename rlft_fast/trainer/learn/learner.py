@@ -43,6 +43,7 @@ class Learner:
 
     def __init__(self, config: Config, models: Models, objective: Objective) -> None:
         self.config, self.models, self.objective = config, models, objective
+        self.actor, self.critic = models.actor, models.engines.get("critic")
         self.is_torn = False
         self.value_loss: ValueLoss | None = None
         if config.critic is not None:
@@ -55,10 +56,10 @@ class Learner:
 
     def infer(self, batch: Batch) -> Batch:
         """The batch with log-probabilities and values under the models as they are before the updates."""
-        objective, critic = self.objective, self.models.engines.get("critic")
+        objective, critic = self.objective, self.critic
         begun: dict[str, Future[dict[Output, Tensor]]] = {}  # engines with workers of their own work at the same time
         if objective.outputs:
-            begun["actor"] = self.models.actor.submit_infer(batch, objective.outputs)
+            begun["actor"] = self.actor.submit_infer(batch, objective.outputs)
         if self.config.algorithm.kl_coef:
             begun["reference"] = self._submit_reference(batch)
         if critic is not None:
@@ -79,8 +80,8 @@ class Learner:
     def _submit_reference(self, batch: Batch) -> Future[dict[Output, Tensor]]:
         if (reference := self.models.engines.get("reference")) is not None:
             return reference.submit_infer(batch, ("logprob",))
-        with self.models.actor.disable_adapter():
-            return self.models.actor.submit_infer(batch, ("logprob",))
+        with self.actor.disable_adapter():
+            return self.actor.submit_infer(batch, ("logprob",))
 
     def with_old_logprob(self, experience: Experience, first: np.ndarray) -> Experience:
         """The experience with log π_old where an optimizer step after the first reads it, and 0 elsewhere.
@@ -95,7 +96,7 @@ class Learner:
         read_T = batch.active_T & segment_expand(is_later_B, batch.cu_seqlens, num_tokens=batch.num_tokens)
         logprob_T = torch.zeros(batch.num_tokens)
         if read_T.any():
-            logprob_T = self.models.actor.infer(batch.replace(loss_mask_T=read_T), ("logprob",))["logprob"]
+            logprob_T = self.actor.infer(batch.replace(loss_mask_T=read_T), ("logprob",))["logprob"]
         return replace(experience, batch=batch.replace(logprob_T=logprob_T, old_logprob_T=logprob_T))
 
     # ---- the update ---------------------------------------------------------------------------------------------
@@ -119,15 +120,15 @@ class Learner:
             return [*enumerate(cut, first_schedule_step)]
 
         begun: dict[str, Future[dict[str, float]]] = {}
-        critic = self.models.engines.get("critic")
-        self.is_torn = critic is not None or self.models.actor.facts.num_ranks > 1
+        critic = self.critic
+        self.is_torn = critic is not None or self.actor.facts.num_ranks > 1
         if critic is not None:
             with critic.train_mode():
                 begun = {f"critic, step {n}": self._submit_critic_step(critic, part, n) for n, part in mini_batches()}
         if self.freezes_actor(experience.step):
             found: dict[str, Any] = {"actor": Update({}, {}), **results(begun)}
         else:
-            with self.models.actor.train_mode():
+            with self.actor.train_mode():
                 found = results({"actor": Future(lambda: self._actor_steps(mini_batches())), **begun})
         self.is_torn = False
         update: Update = found.pop("actor")
@@ -153,7 +154,7 @@ class Learner:
             asks = not steps and (defers_old or mini_batch.logprob_T is None)
             if not steps and self.objective.starts_on_policy:
                 loss = replace(loss, on_policy=True)
-            metrics = self.models.actor.train_step(  # every optimizer step has weights of its own, from its loss
+            metrics = self.actor.train_step(  # every optimizer step has weights of its own, from its loss
                 mini_batch.unweighted(), loss, outputs=outputs if asks else None, schedule_step=schedule_step
             )
             self.is_torn = True
@@ -175,7 +176,7 @@ class Learner:
             batch: of the update.
             seconds: of the update.
         """
-        facts, critic = self.models.actor.facts, self.models.engines.get("critic")
+        facts, critic = self.actor.facts, self.critic
         flops = facts.flops.of(batch)
         if critic is not None:
             flops += critic.facts.flops.of(batch.unweighted())

@@ -360,18 +360,21 @@ def _filled(values: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
 
 def _encode(row: int, text: str, name: str, start: list[int]) -> Encoding[list[int]]:
     """The tokens of a text after `start`, of which the text may have a part, and without an end token."""
-    shown = brief(repr(text))
     try:
         (ids,) = yield [text]
     except TypeError as error:  # half of a pair such as \ud83d\ude00, which JSON can name
-        raise ValueError(f"{name}: row {row} (counted from 0) is no text that can be tokenized: {shown}") from error
+        raise ValueError(
+            f"{name}: row {row} (counted from 0) is no text that can be tokenized: {brief(repr(text))}"
+        ) from error
     except Exception as error:  # tokenizers has no error of its own
         raise ValueError(
             f"{name}: row {row} (counted from 0) cannot be tokenized ({brief(error)}): correct tokenizer.json of the "
-            f"model, or leave the row out: {shown}"
+            f"model, or leave the row out: {brief(repr(text))}"
         ) from error
     if not ids:
-        raise ValueError(f"{name}: row {row} (counted from 0) becomes no token, as the model reads it: {shown}")
+        raise ValueError(
+            f"{name}: row {row} (counted from 0) becomes no token, as the model reads it: {brief(repr(text))}"
+        )
     missing = next(n for n in range(len(start) + 1) if ids[: len(start) - n] == start[n:])
     return start[:missing] + ids
 
