@@ -1,8 +1,8 @@
 """Counts the floating-point operations of a model, as model FLOPs utilisation (MFU) takes them.
 
-Recomputed activations do not count (PaLM, arXiv 2204.02311, appendix B), and neither do operations that are no matrix
-product. Tokens that run once for several sequences count once, so that no device exceeds its peak. Attention counts as
-causal over whole sequences, also where a model's layers see a window or have a state.
+Recomputed activations do not count (PaLM, arXiv 2204.02311, appendix B), and neither do towers of images and operations
+that are no matrix product. Tokens that run once for several sequences count once, so that no device exceeds its peak.
+Attention counts as causal over whole sequences, also where a model's layers see a window or have a state.
 """
 
 from collections.abc import Iterator
@@ -80,7 +80,8 @@ def _matrices(model: RLModel) -> Iterator[tuple[Tensor, float]]:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((n for name in names if (n := getattr(config, name, None))), 1)
     used = (getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
-    embedding = cast(nn.Embedding, backbone.get_input_embeddings()).weight
-    for name, weight in backbone.named_parameters():
-        if weight.dim() >= 2 and weight is not embedding and not name.startswith("visual."):
-            yield weight, used if ".experts." in name else 1.0
+    for name, module in backbone.get_decoder().named_modules():  # of text: a tower sees no token
+        if not isinstance(module, nn.Embedding):
+            for weight in module.parameters(recurse=False):
+                if weight.dim() >= 2:
+                    yield weight, used if "experts" in name.split(".") else 1.0

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, join_outputs, pad_sequences, share_prefixes
@@ -16,6 +16,7 @@ from rlft_fast.models import (
     check_images,
     has_vision,
     prepare_images,
+    prepare_look_ahead,
     require_fixed_rope,
     rotary_positions,
 )
@@ -93,10 +94,11 @@ def prepare_model_inputs(
     row_T = _own_row(layout, len(input_ids_U), sequence_group)
     active_row = row_T[micro_batch.active_index_T]
     output_index_A = micro_batch.active_index_T[active_row >= 0]
-    support_TK, experts_TK, images = micro_batch.support_TK, micro_batch.routed_experts_TK, None
-    position_ids_T = micro_batch.position_ids_T
+    support_TK, experts_TK = micro_batch.support_TK, micro_batch.routed_experts_TK
+    position_ids_T, images, look_ahead = micro_batch.position_ids_T, None, None
     if not padded:
         images = prepare_images(backbone, micro_batch, row_T, len(input_ids_U))
+        look_ahead = prepare_look_ahead(backbone, micro_batch, layout.row_T, len(layout.token_index_U) + num_padded)
         position_ids_T = rotary_positions(backbone, micro_batch)
     inputs = ModelInputs(
         input_ids_U=input_ids_U,
@@ -113,6 +115,7 @@ def prepare_model_inputs(
         support_AK=None if support_TK is None else support_TK[output_index_A].long(),
         routed_experts_UK=None if experts_TK is None else own_rows(experts_TK.T).T.contiguous(),
         images=None if images is None else images.to(device, _move),
+        look_ahead=look_ahead,
         sequence_group=sequence_group,
         padded_length=layout.padded_length,
     )
@@ -250,13 +253,7 @@ def _pad_segments(layout: PackedLayout, num_padded: int) -> tuple[Tensor, Tensor
 def _move_fields(inputs: ModelInputs, device: torch.device) -> ModelInputs:
     """The same with its tensors on the device, but for the places of the outputs."""
     values = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name not in _ON_HOST}
-    moved: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            moved[name] = _move(value, device)
-        elif isinstance(value, RowIndex):
-            moved[name] = RowIndex(*(_move(x, device) for x in value))
-    return replace(inputs, **moved)
+    return replace(inputs, **tree_map_only(Tensor, lambda x: _move(x, device), values))
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:

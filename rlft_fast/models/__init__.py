@@ -43,6 +43,7 @@ with needing_train():
         has_three_positions,
         has_vision,
         prepare_images,
+        prepare_look_ahead,
         rotary_positions,
     )
     from rlft_fast.models.loading import (
@@ -125,6 +126,7 @@ __all__ = [
     "padded_attention",
     "patch_lm_head",
     "prepare_images",
+    "prepare_look_ahead",
     "require_divisible_heads",
     "require_fixed_rope",
     "require_packed_attention",

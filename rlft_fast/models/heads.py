@@ -23,7 +23,7 @@ from rlft_fast.models.architectures import (
     why_not_packed,
 )
 from rlft_fast.models.attention import RowCache, takes_row_cache
-from rlft_fast.models.images import has_three_positions, prompts_with_images
+from rlft_fast.models.images import has_three_positions, has_vision, prompts_with_images
 from rlft_fast.models.packed import ModelInputs, final_hidden
 from rlft_fast.models.probe import probe
 from rlft_fast.ops import (
@@ -319,7 +319,7 @@ class PolicyModel(_HeadedModel):
     @property
     def decodes_in_place(self) -> bool:
         """Whether `prefill_rows` and `next_logits` give the model's logits. Otherwise `generate` does."""
-        return not self.padded_because and takes_row_cache(self.model)
+        return not self.padded_because and takes_row_cache(self.model, images_alone=has_vision(self.backbone))
 
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss | TopLogprob:
         """Log-probabilities of the A active positions, or their loss. Keywords as in :meth:`LogprobHead.forward`."""
@@ -389,8 +389,7 @@ class PolicyModel(_HeadedModel):
         keywords, positions = prompts_with_images(self.backbone, prompt_ids, attention_mask, images)
         model = self.backbone.get_decoder()
         model(
-            attention_mask=attention_mask[:, :-1], position_ids=positions[..., :-1], use_cache=True, **keywords,
-            **{_cache_argument(model.forward): cache},
+            position_ids=positions[..., :-1], use_cache=True, **keywords, **{_cache_argument(model.forward): cache},
         )  # fmt: skip
         return positions[..., -1].view(-1, len(prompt_ids))[0]
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from rlft_fast.models.attention import LookAhead
 from rlft_fast.models.images import ImageInputs, embed_with_images
 from rlft_fast.ops.packing import RowIndex
 
@@ -37,6 +38,7 @@ class ModelInputs:
         support_AK: (A, K) int64 ids that each target was sampled among, -1 fills up; None: the whole vocabulary.
         routed_experts_UK: (U, layers * K) integers, the experts that routers are to choose; None: their own choice.
         images: for models with a vision tower.
+        look_ahead: rows of images that attend to later ones; None: all are causal.
         sequence_group: the ranks that share the micro-batch; None: this rank has all of it.
         padded_length: L of a padded pass; None: the rows are packed.
     """
@@ -55,6 +57,7 @@ class ModelInputs:
     support_AK: Tensor | None = None
     routed_experts_UK: Tensor | None = None
     images: ImageInputs | None = None
+    look_ahead: LookAhead | None = None
     sequence_group: ProcessGroup | None = None
     padded_length: int | None = None
 
@@ -83,6 +86,7 @@ def _packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
         max_length_q=inputs.max_seqlen_q,
         max_length_k=inputs.max_seqlen_k,
         key_index=inputs.key_index,
+        look_ahead=inputs.look_ahead,
         sequence_group=inputs.sequence_group,
     )
     return outputs.last_hidden_state[0]

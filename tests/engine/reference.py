@@ -1,6 +1,7 @@
 """What the engine must compute, by plain transformers and plain PyTorch, in float64."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -110,9 +111,13 @@ def mistral_images(number: int, generator: torch.Generator) -> tuple[dict[str, T
     return {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}, runs
 
 
+def gemma_images(number: int, generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
+    return {"pixel_values": torch.randn(number, 3, 8, 8, generator=generator)}, [4] * number
+
+
 IMAGES = {
     "llava": llava_images, "internvl": internvl_images, "idefics3": idefics_images, "smolvlm": idefics_images,
-    "mistral3": mistral_images,
+    "mistral3": mistral_images, "gemma3-vision": gemma_images,
 }  # fmt: skip
 
 
@@ -265,10 +270,15 @@ def images(model: Any, batch: Batch, b: int) -> dict[str, Tensor]:
     if (own := batch.images_B[b]) is None:
         return {}
     inputs = own.inputs | {"pixel_values": own.inputs["pixel_values"].double()}
-    if "image_grid_thw" not in inputs:
-        return {name: x for name, x in inputs.items() if name in ("pixel_values", "image_sizes")}
-    types = (batch.input_ids_T.split(batch.lengths.tolist())[b] == model.config.image_token_id).long()
-    return inputs | {"mm_token_type_ids": types[None]}
+    return plain_inputs(model, inputs, batch.input_ids_T.split(batch.lengths.tolist())[b][None])
+
+
+def plain_inputs(model: Any, inputs: Mapping[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+    """Images as keywords of a plain model."""
+    kept = {name: x for name, x in inputs.items() if name in ("pixel_values", "image_sizes", "image_grid_thw")}
+    kind = {"gemma3": "token_type_ids"}.get(model.config.model_type)
+    kind = "mm_token_type_ids" if "image_grid_thw" in inputs else kind
+    return kept if kind is None else kept | {kind: (ids == IMAGE_TOKEN_ID).long()}
 
 
 def plain_logprob_and_entropy(path: Path, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,13 @@ def test_flops_are_those_of_the_products(name, backward, tiny_model):
     assert model_flops(model, backward=backward).of(batch) == pytest.approx(counted, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["qwen2-vl", "llava", "idefics3", "gemma3-vision"])
+def test_towers_are_left_out(name, tiny_model):
+    model = load_critic(tiny_model(name))
+    matrices = [x for layer in model.backbone.get_decoder().layers for x in layer.parameters() if x.dim() >= 2]
+    assert model_flops(model, backward=False).per_token == 2 * sum(x.numel() for x in matrices)
+
+
 def test_the_head_runs_for_sampled_tokens(tiny_model):
     model = load_policy(tiny_model("llama"))
     few, many = (Batch.from_samples([[1] * (20 - n)], [[2] * n]) for n in (4, 12))

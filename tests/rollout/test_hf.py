@@ -64,7 +64,7 @@ def of_engine(engine: FSDPEngine, batch_size: int = 64) -> Rollout:
 
 
 def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
-    has_tower = path.name in [*VISION_MODELS, "gemma3-vision"]
+    has_tower = path.name in [*VISION_MODELS, "llava-next"]
     auto_class = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
     model = auto_class.from_pretrained(path)
     ids = torch.tensor([prompt])

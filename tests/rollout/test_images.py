@@ -8,6 +8,7 @@ from rlft_fast.data import Images
 from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFGenerator, Request, SamplingParams
 from tests.engine.reference import IMAGES as IMAGES_OF
+from tests.engine.reference import plain_inputs
 from tests.support.tiny_models import EOS_TOKEN_ID, IMAGE_TOKEN_ID, PICTURE_MODELS, VISION_MODELS
 
 
@@ -29,11 +30,7 @@ IMAGES = [images_of(0, (2, 4)), images_of(1, (2, 4)), images_of(2, (6, 4), (4, 2
 
 def plain_greedy(path, prompt: list[int], images: Images | None) -> list[int]:
     model, ids = AutoModelForImageTextToText.from_pretrained(path), torch.tensor([prompt])
-    inputs = {} if images is None else dict(images.inputs)
-    for ours in ("num_patches", "rows", "cols"):
-        inputs.pop(ours, None)
-    if "image_grid_thw" in inputs:
-        inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN_ID).long()
+    inputs = {} if images is None else plain_inputs(model, images.inputs, ids)
     config = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **inputs)
     return output[0, len(prompt) :].tolist()

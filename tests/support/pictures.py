@@ -9,11 +9,13 @@ from unittest.mock import patch
 import numpy as np
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 
 def picture(seed: int = 0, width: int = 16, height: int = 12, mode: str = "RGB") -> Image.Image:
@@ -40,7 +42,7 @@ def plain_processor(model: Path) -> Qwen2VLProcessor:
 
 
 def picture_processor(name: str, model: Path) -> Any:
-    """Of LLaVA, InternVL, Idefics3 or Mistral 3. The ``__init__`` of InternVL's needs torchvision, for videos."""
+    """The processor of a family. The ``__init__`` of InternVL's and SmolVLM's needs torchvision, for videos."""
     tokenizer, reader = AutoTokenizer.from_pretrained(model), AutoImageProcessor.from_pretrained(model, backend="pil")
     if name == "llava":
         return LlavaProcessor(
@@ -59,6 +61,18 @@ def picture_processor(name: str, model: Path) -> Any:
         processor.tokenizer, processor.image_token = tokenizer, "<|image_pad|>"
         processor.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
         return processor
+    if name == "smolvlm":
+        processor = SmolVLMProcessor.__new__(SmolVLMProcessor)
+        processor.tokenizer, processor.image_processor, processor.image_seq_len = tokenizer, reader, 4
+        processor.fake_image_token, processor.global_image_token = "<fake_token_around_image>", "<global-img>"
+        processor.image_token, processor.video_token = "<|image_pad|>", "<|video_pad|>"
+        processor.image_token_id, processor.video_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>"), -1
+        return processor
+    if name == "gemma3-vision":
+        for kind, token in (("image", "<|image_pad|>"), ("boi", "<start_of_image>"), ("eoi", "<end_of_image>")):
+            setattr(tokenizer, f"{kind}_token", token)
+            setattr(tokenizer, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(token))
+        return Gemma3Processor(reader, tokenizer, image_seq_length=4)
     processor = InternVLProcessor.__new__(InternVLProcessor)
     processor.tokenizer, processor.image_processor, processor.image_seq_length = tokenizer, reader, 4
     processor.start_image_token, processor.end_image_token = "<img>", "</img>"

@@ -29,6 +29,8 @@ from transformers import (
     LlamaForSequenceClassification,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     MistralConfig,
@@ -107,10 +109,6 @@ MORE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
 }  # fmt: skip
 
 # Packed sequences would be wrong for these.
-_VISION_OF_GEMMA = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
-    "patch_size": 4,
-}  # fmt: skip
 PADDED_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     # A recurrent state in two layers of three.
     "qwen3.5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, {
@@ -122,9 +120,10 @@ PADDED_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
         "intermediate_size_mlp": 48, "no_rope_layer_interval": 2, "floor_scale": 4,
     }),
     # Its images do not run, and its tower is frozen.
-    "gemma3-vision": (Gemma3ForConditionalGeneration, Gemma3Config, {
-        "vision_config": _VISION_OF_GEMMA, "mm_tokens_per_image": 4, "text_config": _SIZES | _GEMMA | {
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "llava-next": (LlavaNextForConditionalGeneration, LlavaNextConfig, {
+        "text_config": _SIZES | {"model_type": "llama"}, "vision_config": {
+            "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 8, "patch_size": 4,
         },
     }),
 }  # fmt: skip
@@ -162,7 +161,7 @@ EXPERT_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     ),
 }
 
-IMAGE_TOKEN_ID = 258
+IMAGE_TOKEN_ID, BOI_TOKEN_ID, EOI_TOKEN_ID = 258, 259, 260  # the last two of Gemma alone
 _VISION: dict[str, Any] = {
     "depth": 2, "num_heads": 2, "in_channels": 3, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2,
     "initializer_range": 0.2,
@@ -212,6 +211,15 @@ PICTURE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = 
         "vision_config": _TOWER | {"model_type": "pixtral", "head_dim": 8, "image_size": 16},
         "tie_word_embeddings": False,
     }),
+    # The window is narrower than an image.
+    "gemma3-vision": (Gemma3ForConditionalGeneration, Gemma3Config, {
+        "text_config": _SIZES | _GEMMA | {
+            "vocab_size": VOCAB_SIZE + 2, "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": _TOWER | {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE_TOKEN_ID, "boi_token_index": BOI_TOKEN_ID, "eoi_token_index": EOI_TOKEN_ID,
+    }),
 }  # fmt: skip
 REWARD_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "llama-reward": (LlamaForSequenceClassification, LlamaConfig, {"num_labels": 1}),
@@ -236,12 +244,13 @@ def save_tiny_model(name: str, folder: Path, **options: Any) -> Path:
         torch.manual_seed(sum(map(ord, name)))
         model = model_class(config_class(**(sizes | own | options)))
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # biases start at 0 and norms at 1, which would hide that they are forgotten
-                torch.nn.init.normal_(parameter, mean=parameter[0].item(), std=0.2)
+            # Biases and Gemma's projection start at 0 and norms at 1, which would hide that they are forgotten.
+            if parameter.dim() == 1 or not parameter.any():
+                torch.nn.init.normal_(parameter, mean=parameter.flatten()[0].item(), std=0.2)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     if name in VISION_MODELS | PICTURE_MODELS:
-        _save_processor(folder, _PROCESSORS.get(name, _QWEN_PROCESSOR))
+        _save_processor(folder, _PROCESSORS.get(name, _QWEN_PROCESSOR), name == "gemma3-vision")
     return folder
 
 
@@ -267,17 +276,23 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
         "max_image_size": {"longest_edge": 8},
     },
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 16}, "patch_size": 2},
+    "gemma3-vision": {
+        "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}, "do_pan_and_scan": True,
+    },
 }  # fmt: skip
 
 
-def _save_processor(folder: Path, settings: dict[str, Any]) -> None:
+def _save_processor(folder: Path, settings: dict[str, Any], is_gemma: bool) -> None:
     """What reads images: the token of images, a chat template, and the settings of the image processor."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
-    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == IMAGE_TOKEN_ID
+    special = ["<|image_pad|>", *(["<start_of_image>", "<end_of_image>"] if is_gemma else [])]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    ids = [IMAGE_TOKEN_ID, BOI_TOKEN_ID, EOI_TOKEN_ID]
+    assert tokenizer.convert_tokens_to_ids(special) == ids[: len(special)]
+    placeholder = "<start_of_image>" if is_gemma else "[<|image_pad|>]"
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role[0] }}:{% for p in m.content %}"
-        "{% if p.type == 'image' %}[<|image_pad|>]{% else %}{{ p.text }}{% endif %}{% endfor %}\n{% endfor %}"
+        "{% if p.type == 'image' %}" + placeholder + "{% else %}{{ p.text }}{% endif %}{% endfor %}\n{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     tokenizer.save_pretrained(folder)

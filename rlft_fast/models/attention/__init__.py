@@ -8,6 +8,7 @@ row_cache  keys and values of a rollout, written in place
 from rlft_fast.models.attention.functions import (
     GROUPED_ATTENTION,
     PACKED_ATTENTION,
+    LookAhead,
     all_rows_of_own_heads,
     packed_attention,
     sinks_of_own_heads,
@@ -17,6 +18,7 @@ from rlft_fast.models.attention.row_cache import RowCache, RowStates, takes_row_
 __all__ = [
     "GROUPED_ATTENTION",
     "PACKED_ATTENTION",
+    "LookAhead",
     "RowCache",
     "RowStates",
     "all_rows_of_own_heads",

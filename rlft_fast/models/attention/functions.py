@@ -15,6 +15,9 @@ attention function. It builds no mask for an attention without a mask function, 
 A segment is a sequence, or the end of one whose beginning other segments hold. It attends to these as well, as several
 segments may.
 
+Tokens of an image may attend to all tokens of the image (Gemma 3). Their rows run once more as segments that are not
+causal (`LookAhead`).
+
 Ranks that share a micro-batch (Ulysses, ``rlft_fast.ops.ulysses``) pass their own rows and all heads. Each rank then
 attends over all rows with its own heads.
 
@@ -24,7 +27,7 @@ attends over all rows with its own heads.
 import inspect
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.attention.varlen
@@ -47,6 +50,26 @@ _OTHER_SCORES = ("s_aux", "position_bias", "block_indices", "indices")  # s_aux 
 _WIDEST_HEAD = 256  # of flash attention's kernels
 
 
+class LookAhead(NamedTuple):
+    """Runs of rows that attend to the later rows of their run, too: the tokens of images.
+
+    Shapes: N rows in R runs, M keys. Each run has the keys of its sequence up to the end of the run.
+    """
+
+    row_N: Tensor
+    """(N,) int64, the rows among the rows of all ranks, each once."""
+    key_index: RowIndex
+    """The row of each of the M keys among the rows of all ranks."""
+    cu_seqlens_q: Tensor
+    """(R + 1,) int32 boundaries of the runs among the N rows."""
+    cu_seqlens_k: Tensor
+    """(R + 1,) int32 boundaries of the runs' keys."""
+    max_seqlen_q: int
+    """Length of the longest run."""
+    max_seqlen_k: int
+    """Most keys of a run."""
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -59,6 +82,7 @@ def packed_attention(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     key_index: RowIndex | None = None,
+    look_ahead: LookAhead | None = None,
     sequence_group: ProcessGroup | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -82,10 +106,11 @@ def packed_attention(
         max_length_q: length of the longest segment.
         max_length_k: largest number of keys of a segment.
         key_index: the row of each of the M keys among all T rows; None: the keys are the rows in order.
+        look_ahead: rows that attend to later ones; None: attention is causal for all rows.
         sequence_group: the N ranks that share the rows; heads is a multiple of N.
         scaling: factor on the scores; None: 1 / sqrt(head_dim).
         dropout: must be 0, as in eval mode, because flash attention over packed rows has no dropout.
-        sliding_window: number of positions that a token sees, its own included; None: its own and all before it.
+        sliding_window: number of positions up to its own that a token sees; None: its own and all before it.
         softcap: c in c * tanh(scores / c), before the softmax (Gemma 2).
         s_aux: (heads,) attention sinks of all heads, also with a sequence_group: each is a score in the softmax that
             has no value (gpt-oss).
@@ -95,7 +120,8 @@ def packed_attention(
         (1, S, heads, value_dim) and None (no attention weights).
 
     Raises:
-        ValueError: boundaries are missing, a mask or dropout is given, or a keyword asks for scores of another form.
+        ValueError: boundaries are missing, a mask or dropout is given, a keyword asks for scores of another form, or
+            there are both sinks and rows that attend to later ones.
     """
     _refuse_other_scores(PACKED_ATTENTION, module, attention_mask, others)
     if dropout:
@@ -108,25 +134,54 @@ def packed_attention(
     if sequence_group is not None:
         query, key, value = all_rows_of_own_heads(query, key, value, sequence_group)
         s_aux = None if s_aux is None else sinks_of_own_heads(s_aux, sequence_group)
-    if key_index is not None:
-        key, value = (take_rows(x.squeeze(0).transpose(0, 1), key_index).transpose(0, 1)[None] for x in (key, value))
+    scores = _Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     if cu_seq_lens_k is None or max_length_k is None:
         cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
-    dtype = query.dtype  # torch's backward in half precision takes four times as long on a CPU as in float32
-    if query.device.type == "cpu" and dtype.itemsize < 4:
-        query, key, value = (x.float() for x in (query, key, value))
-    if softcap is None and _has_varlen_kernel(query):
-        boundaries = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        output = _varlen(query, key, value, boundaries, scaling, sliding_window, s_aux)
-    else:
-        queries = query.split(cu_seq_lens_q.diff().tolist(), dim=2)  # split's backward is one cat
-        keys, values = (x.split(cu_seq_lens_k.diff().tolist(), dim=2) for x in (key, value))
-        segments = zip(queries, keys, values, strict=True)
-        outputs = [_causal(q, k, v, scaling, sliding_window, softcap, s_aux) for q, k, v in segments]
-        output = torch.cat(outputs, dim=2).transpose(1, 2).to(dtype).contiguous()  # some models call view() on it
+    boundaries = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    output = _attend(query, *_taken(key, value, key_index), boundaries, scores)
+    if look_ahead is not None:
+        if s_aux is not None:
+            raise ValueError(f"the {PACKED_ATTENTION} attention has no sinks for rows that attend to later ones")
+        again = _attend(
+            query.index_select(2, look_ahead.row_N), *_taken(key, value, look_ahead.key_index), look_ahead[2:],
+            scores._replace(is_causal=False),
+        )  # fmt: skip
+        output = output.index_copy(1, look_ahead.row_N, again)
     if sequence_group is not None:
         output = gather_heads_scatter_tokens(output[0], sequence_group).unsqueeze(0)
     return output, None
+
+
+class _Scores(NamedTuple):
+    """How scores are made, and which of them count."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    is_causal: bool = True
+    """False: all queries of a segment see its last key."""
+
+
+def _taken(key: Tensor, value: Tensor, index: RowIndex | None) -> tuple[Tensor, Tensor]:
+    """The keys and values of the rows of an index."""
+    if index is None:
+        return key, value
+    key, value = (take_rows(x.squeeze(0).transpose(0, 1), index).transpose(0, 1)[None] for x in (key, value))
+    return key, value
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, boundaries: tuple[Tensor, Tensor, int, int], scores: _Scores) -> Tensor:
+    """(1, heads, n, head_dim) queries of segments -> (1, n, heads, value_dim)."""
+    dtype = q.dtype  # torch's backward in half precision takes four times as long on a CPU as in float32
+    if q.device.type == "cpu" and dtype.itemsize < 4:
+        q, k, v = (x.float() for x in (q, k, v))
+    if scores.softcap is None and _has_varlen_kernel(q):
+        return _varlen(q, k, v, boundaries, scores)
+    queries = q.split(boundaries[0].diff().tolist(), dim=2)  # split's backward is one cat
+    keys, values = (x.split(boundaries[1].diff().tolist(), dim=2) for x in (k, v))
+    outputs = [_segment(*one, scores) for one in zip(queries, keys, values, strict=True)]
+    return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype).contiguous()  # some models call view() on it
 
 
 def grouped_attention(
@@ -189,34 +244,29 @@ def sinks_of_own_heads(sinks_H: Tensor, group: ProcessGroup) -> Tensor:
     return sinks_H.chunk(group.size())[group.rank()]
 
 
-def _causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _segment(q: Tensor, k: Tensor, v: Tensor, scores: _Scores) -> Tensor:
+    scale, window, softcap, sinks, is_causal = scores
     num_queries, num_keys = q.shape[2], k.shape[2]
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
     is_written_out = softcap is not None or (sinks is not None and q.is_cuda)
     mask = None
-    if is_written_out or num_queries != num_keys or (window is not None and num_keys > window):
+    if is_written_out or (is_causal and num_queries != num_keys) or (window is not None and num_keys > window):
         rows = torch.arange(num_keys - num_queries, num_keys, device=q.device)
         distance = rows[:, None] - torch.arange(num_keys, device=q.device)
-        mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        mask = (distance >= 0) if is_causal else torch.ones_like(distance, dtype=torch.bool)
+        mask = mask if window is None else mask & (distance < window)
     if is_written_out:
         assert mask is not None
-        return _written_out(q, k, v, mask, factor, softcap, sinks)
+        return _written_out(q, k, v, mask, scale, softcap, sinks)
     if sinks is not None:
         width = max(q.shape[-1], v.shape[-1])
         wide_q, wide_k, wide_v = (_widened(x, width) for x in (q, k, v))
-        out = attention_with_sinks(wide_q, wide_k, wide_v, sinks, OneSegment(factor, mask))
+        out = attention_with_sinks(wide_q, wide_k, wide_v, sinks, OneSegment(scale, mask))
         return out[..., : v.shape[-1]]
     if q.is_cuda:  # with enable_gqa, only flash attention would run without (heads, m, n) scores in memory
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=True
+    )  # fmt: skip
 
 
 def _written_out(
@@ -245,15 +295,13 @@ def _is_ampere_or_later(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: tuple, scale: float | None, window: int | None, sinks: Tensor | None
-) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: tuple[Tensor, Tensor, int, int], scores: _Scores) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     # The kernel takes heads of one width, a multiple of 8. DeepSeek's keys and values differ in width.
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     width = -(-max(head_dim, value_dim) // 8) * 8
-    scale = head_dim**-0.5 if scale is None else scale
+    scale, window, _, sinks, is_causal = scores
     if sinks is not None:
         wide_q, wide_k, wide_v = (_widened(x, width) for x in (q, k, v))
         out = attention_with_sinks(wide_q, wide_k, wide_v, sinks, AllSegments(scale, window, boundaries))
@@ -262,7 +310,7 @@ def _varlen(
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = boundaries
     out = varlen_attn(
         packed_q, packed_k, packed_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        scale=scale, window_size=(-1 if window is None else window - 1, 0),
+        scale=scale, window_size=(-1 if window is None else window - 1, 0 if is_causal else -1),
         **_GROUPED_HEADS if q.shape[1] != k.shape[1] else {},
     )  # fmt: skip
     assert isinstance(out, Tensor)

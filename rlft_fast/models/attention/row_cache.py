@@ -70,15 +70,20 @@ class RowCache(Cache):
                 layer.copy_rows(sources, targets)
 
 
-def takes_row_cache(model: PreTrainedModel) -> bool:
+def takes_row_cache(model: PreTrainedModel, *, images_alone: bool = False) -> bool:
     """Whether the next logits of a model depend on tokens, positions, a mask, and keys and values alone.
 
     Decided by the model's class and configuration: its cache has other layers, it has an encoder or a recurrent state,
     or it prepares its inputs for generation itself.
+
+    Args:
+        model: the model.
+        images_alone: whether the model prepares inputs of images alone, which the caller prepares in its place.
     """
     prepares = getattr(type(model), "prepare_inputs_for_generation", None)
     takes_positions = "position_ids" in parameter_names(type(model).forward)
-    if prepares is not GenerationMixin.prepare_inputs_for_generation or not takes_positions:
+    prepares_itself = prepares is not GenerationMixin.prepare_inputs_for_generation and not images_alone
+    if prepares_itself or not takes_positions:
         return False
     if model.config.is_encoder_decoder or model._is_stateful:
         return False

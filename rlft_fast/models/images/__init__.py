@@ -14,6 +14,7 @@ from rlft_fast.models.images.inputs import (
     has_three_positions,
     has_vision,
     prepare_images,
+    prepare_look_ahead,
     prompts_with_images,
     rotary_positions,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "has_three_positions",
     "has_vision",
     "prepare_images",
+    "prepare_look_ahead",
     "prompts_with_images",
     "rotary_positions",
 ]

@@ -1,7 +1,7 @@
 """What differs between families of vision-language models: their images' inputs, tokens and text.
 
-The placeholder of an image is the text of ``image_token_id``, which the model's chat template writes. The tokens of an
-image are one run of ``image_token_id``, or several with other tokens between them.
+The placeholder of an image is the text of a token, which the model's chat template writes. The tokens of an image are
+one run of ``image_token_id``, or several with other tokens between them.
 
 Shapes: P patches, I images. A patch of Qwen's models is a few pixels, and a patch of all other models is a whole
 picture for the tower.
@@ -36,6 +36,8 @@ class ImageFamily:
         options: keywords of the image processor.
         read: the inputs in the output of the image processor.
         join: joins the inputs of the tower for several prompts.
+        placeholder: the id of the token that a chat template writes for an image.
+        sees_ahead: whether an image token also attends to the later tokens of its run.
     """
 
     fields: tuple[str, ...]
@@ -47,6 +49,8 @@ class ImageFamily:
     options: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     join: Callable[[Any, Sequence[Inputs]], Inputs] = _joined
+    placeholder: Callable[[Any], int] = lambda config: config.image_token_id
+    sees_ahead: bool = False
 
 
 def _texts_of(
@@ -224,11 +228,33 @@ _MISTRAL = ImageFamily(
     join=_mistral_join,
 )
 
+
+# ---- Gemma 3: pixel_values (I, 3, height, width) ---------------------------------------------------------------------
+
+
+def _gemma_runs(config: Any, inputs: Inputs) -> list[int]:
+    return [config.mm_tokens_per_image] * len(inputs["pixel_values"])
+
+
+_GEMMA = ImageFamily(
+    fields=("pixel_values",),
+    tower_fields=("pixel_values",),
+    patches=lambda inputs: len(inputs["pixel_values"]),
+    runs=_gemma_runs,
+    texts=_texts_of(_gemma_runs, "\n\n<start_of_image>", "<end_of_image>\n\n"),
+    blank=lambda config: {"pixel_values": _square(config)},
+    options=lambda config: {"do_pan_and_scan": False},  # as transformers' processor of texts and images has it
+    read=lambda found: {"pixel_values": found["pixel_values"]},
+    placeholder=lambda config: config.boi_token_id,
+    sees_ahead=True,
+)
+
 FAMILIES: dict[str, ImageFamily] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
     "llava": _LLAVA,
     "internvl": _INTERNVL,
     **dict.fromkeys(("idefics3", "smolvlm"), _IDEFICS),
     "mistral3": _MISTRAL,
+    "gemma3": _GEMMA,
 }
 """By ``model_type``."""

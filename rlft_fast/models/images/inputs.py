@@ -1,4 +1,4 @@
-"""Images in packed sequences: Qwen-VL, LLaVA, InternVL, Idefics3, SmolVLM and Mistral 3.
+"""Images in packed sequences: Qwen-VL, LLaVA, InternVL, Idefics3, SmolVLM, Mistral 3 and Gemma 3.
 
 `rlft_fast.data.Images` hold what the model's image processor returns. The vision tower turns it into one feature per
 image token, and the feature replaces the embedding of the token. `rlft_fast.models.images.families` has what differs
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlft_fast.data import Batch, Images
+from rlft_fast.models.attention import LookAhead
 from rlft_fast.models.images.families import FAMILIES, ImageFamily
+from rlft_fast.ops.packing import row_index
 
 VISION_MODELS = (*FAMILIES,)
 
@@ -124,6 +126,35 @@ def prepare_images(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int) ->
     return ImageInputs(tower=_tower_inputs(backbone, batch), source_index_U=source_index_U)
 
 
+def prepare_look_ahead(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int) -> LookAhead | None:
+    """The rows of images that attend to all rows of their run; None: the attention of all rows is causal.
+
+    A row that sequences share has the same run in each of them: they share it only if they have the same images.
+
+    Args:
+        backbone: the model's backbone.
+        batch: the micro-batch, checked by `check_images`.
+        row_T: (T,) int64, the row of each token among the rows of all ranks; -1 if no row runs it.
+        num_rows: of all ranks.
+    """
+    if not (has_vision(backbone) and _family(backbone).sees_ahead and batch.images):
+        return None
+    is_image_T, starts = _is_image(backbone, batch), batch.cu_seqlens.tolist()
+    runs: dict[int, tuple[Tensor, Tensor]] = {}  # by its first row: its rows, and those of its keys
+    for start, is_image in zip(starts, _sequences(batch, is_image_T), strict=False):
+        for begin, end in _bounds(is_image):
+            rows = row_T[start : start + end]
+            if rows[begin] >= 0:
+                runs.setdefault(int(rows[begin]), (rows[begin:], rows))
+    if not runs:
+        return None
+    queries, keys = zip(*runs.values(), strict=True)
+    return LookAhead(
+        torch.cat(queries), row_index(torch.cat(keys), num_rows), _boundaries(queries), _boundaries(keys),
+        max(map(len, queries)), max(map(len, keys)),
+    )  # fmt: skip
+
+
 def rotary_positions(backbone: Any, batch: Batch) -> Tensor:
     """(T,) int64 position of each token in its sequence. Qwen's models have (3, T): time, height and width.
 
@@ -154,8 +185,8 @@ def prompts_with_images(
         images: of each prompt; None where it has none.
 
     Returns:
-        The keywords of the text model for (G, L - 1) tokens, and int64 positions, 0 at padding: (G, L), or (3, G, L)
-        as in `rotary_positions`.
+        The keywords of the text model for (G, L - 1) tokens, with a mask; and int64 positions, 0 at padding: (G, L),
+        or (3, G, L) as in `rotary_positions`.
     """
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(ids_GL, mask_GL, strict=True)]
     batch = Batch.from_samples(prompts, [[]] * len(prompts), images=images)
@@ -166,10 +197,28 @@ def prompts_with_images(
     for name in ("inputs_embeds", "visual_pos_masks"):
         if name in keywords:
             keywords[name] = keywords[name][0].unflatten(0, ids_GL.shape)[:, :-1]
+    keywords["attention_mask"] = mask_GL[:, :-1]
+    if _family(backbone).sees_ahead:
+        is_image_U = inputs.source_index_U >= ids_GL.numel()
+        keywords["attention_mask"] = _masks_that_see_ahead(backbone, keywords, is_image_U.view(ids_GL.shape)[:, :-1])
     position_T = rotary_positions(backbone, batch).to(ids_GL.device)
     positions = position_T.new_zeros(*position_T.shape[:-1], ids_GL.numel())
     positions[..., row_T] = position_T
     return keywords, positions.unflatten(-1, ids_GL.shape)
+
+
+def _masks_that_see_ahead(backbone: Any, keywords: Mapping[str, Any], is_image_GL: Tensor) -> dict[str, Tensor]:
+    """The masks of the layers by their type, as Gemma 3's own forward makes them."""
+    from transformers.models.gemma3.modeling_gemma3 import (
+        create_masks_for_vision_model,
+        get_block_sequence_ids_for_mask,
+    )
+
+    mask_GL = keywords["attention_mask"]
+    return create_masks_for_vision_model(
+        backbone.config.get_text_config(), keywords["inputs_embeds"], mask_GL, None, None,
+        get_block_sequence_ids_for_mask(is_image_GL.long(), mask_GL.device),
+    )  # fmt: skip
 
 
 def _image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -212,8 +261,18 @@ def _runs(backbone: Any, own: Images | None) -> list[int]:
 
 def _run_lengths(mask: Tensor) -> list[int]:
     """Lengths of the runs of True."""
+    return [end - begin for begin, end in _bounds(mask)]
+
+
+def _bounds(mask: Tensor) -> list[tuple[int, int]]:
+    """Where each run of True begins and ends."""
     steps = pad(mask.long(), (1, 1)).diff()
-    return ((steps == -1).nonzero() - (steps == 1).nonzero()).squeeze(1).tolist()
+    begins, ends = ((steps == step).nonzero().squeeze(1).tolist() for step in (1, -1))
+    return [*zip(begins, ends, strict=True)]
+
+
+def _boundaries(parts: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([0, *map(len, parts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def _features(backbone: Any, batch: Batch) -> list[Tensor]:

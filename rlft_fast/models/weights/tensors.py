@@ -44,6 +44,7 @@ _SHOWN_CHARACTERS = 200  # of each of them
 _LARGE_BYTES = 2**30  # of a tensor that gets no memory while a model is built
 _COMPARED_ROWS = 4096  # in one comparison
 _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what config.json determines
+_HEAD = re.compile(r"(^|\.)lm_head\.(weight|bias)$")
 _SHARD = re.compile(r"(?P<name>.+)-\d+-of-(?P<total>\d+)\.safetensors")
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}  # safetensors' names; other floats are scales or packed
 
@@ -340,6 +341,8 @@ def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str], used: l
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()] + [_RECOMPUTED]
     extra = [key for key in extra if not any(pattern.search(key) for pattern in ignored)]
     prefix = f"{model.base_model_prefix}."
+    if model.base_model is model:  # which has no head, whatever the names around it are
+        extra = [key for key in extra if not _HEAD.search(key)]
     if model.base_model is model and any(key.startswith(prefix) for key in used):  # files of a model with a head
         extra = [key for key in extra if key.startswith(prefix)]
     if extra:

@@ -74,14 +74,14 @@ class ImageReader:
 
     Args:
         path: folder of the model.
-        token_id: the token that stands for a piece of an image.
-        token: its text, which stands for a whole image where a chat template writes it.
+        token: the text of the token that stands for a piece of an image.
+        placeholder: the text that a chat template writes for an image.
         family: of the model.
         config: of the model.
     """
 
-    def __init__(self, path: str, token_id: int, token: str, family: ImageFamily, config: Any) -> None:
-        self.path, self.token_id, self.token = path, token_id, token
+    def __init__(self, path: str, token: str, placeholder: str, family: ImageFamily, config: Any) -> None:
+        self.path, self.token, self.placeholder = path, token, placeholder
         self.family, self.config = family, config
         self._kept: OrderedDict[str, Images] = OrderedDict()
 
@@ -95,10 +95,10 @@ class ImageReader:
         if (found := image_family(path)) is None:
             return None
         family, config = found
-        token = tokenizer.convert_ids_to_tokens(config.image_token_id)
-        if not isinstance(token, str) or tokenizer.encode(token, add_special_tokens=False) != [config.image_token_id]:
+        token, placeholder = (_text_of(tokenizer, x) for x in (config.image_token_id, family.placeholder(config)))
+        if token is None or placeholder is None:
             return None
-        return cls(path, config.image_token_id, token, family, config)
+        return cls(path, token, placeholder, family, config)
 
     def open(self, sources: Sequence[ImageSource]) -> PromptImages:
         """Reads images for the first time.
@@ -136,12 +136,14 @@ class ImageReader:
         """
         given = None if images is None else self.load(images).inputs
         texts = [] if given is None else self.family.texts(self.config, given, self.token)
-        pieces = text.split(self.token)
+        pieces = text.split(self.placeholder)
         if len(pieces) - 1 != len(texts):
             raise ValueError(
-                f"has {len(texts)} images, but its text has the placeholder {self.token} {len(pieces) - 1} times: "
-                'write each image as {"type": "image"} in a message, and the placeholder in no text'
+                f"has {len(texts)} images, but its text has the placeholder {self.placeholder} {len(pieces) - 1} "
+                'times: write each image as {"type": "image"} in a message, and the placeholder in no text'
             )
+        if self.token != self.placeholder and self.token in text:
+            raise ValueError(f"has {self.token} in its text, which stands for a piece of an image: leave it out")
         if texts and not pieces[-1] and texts[-1].endswith(self.token):
             raise ValueError("ends in an image, which no answer can follow: add words, or a chat template")
         return "".join(chain(*zip(pieces, [*texts, ""], strict=True)))
@@ -280,6 +282,13 @@ def read_picture(name: str, content: bytes) -> Any:
             return ImageOps.exif_transpose(picture).convert("RGB")
     except Exception as error:  # of a damaged file, Pillow may raise any error
         raise ValueError(f"has the image {name}, which cannot be used: {brief(error)}") from error
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str | None:
+    """The text of a token that is one token again; None: there is none."""
+    text = tokenizer.convert_ids_to_tokens(token_id)
+    is_whole = isinstance(text, str) and tokenizer.encode(text, add_special_tokens=False) == [token_id]
+    return text if is_whole else None
 
 
 def _key(contents: Sequence[bytes]) -> str:

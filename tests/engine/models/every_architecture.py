@@ -52,8 +52,9 @@ why. Rollouts by transformers then batch prompts of one length. They run without
 whose cache gives other numbers: {uncached}.
 [LightRFT](integrations.md#lightrft) takes packed models alone.
 
-Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, InternVL, Idefics3, SmolVLM and Mistral 3 learn from [images](runs.md#images),
-too. All other vision-language models learn from text: their towers are frozen, and images are refused.
+Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, InternVL, Idefics3, SmolVLM, Mistral 3 and Gemma 3 learn from
+[images](runs.md#images), too. All other vision-language models learn from text: their towers are frozen, and images
+are refused.
 
 `python -m tests.engine.models.every_architecture` asks every model and writes this page. `make test-slow` fails where
 the page is out of date. Each *yes*, *packed* and *padded* is compared. With a patched head, a small random model gives
@@ -126,6 +127,7 @@ SMALL_OF: dict[str, dict[str, Any]] = {
     "falcon_h1": {
         "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
     },
+    "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": _GEMMA | {"activation_sparsity_pattern": None},
     "gemma4_text": _GEMMA | {"global_head_dim": 8},
     "gemma4_unified_text": _GEMMA | {"global_head_dim": 8},

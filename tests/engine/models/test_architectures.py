@@ -3,10 +3,19 @@
 import pytest
 import torch
 
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, Images
+from rlft_fast.engine.forward import prepare_model_inputs
 from tests.engine import reference
-from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, random_image_batch, value_loss
-from tests.support.tiny_models import MORE_MODELS, PADDED_MODELS, PICTURE_MODELS, VISION_MODELS
+from tests.engine.reference import (
+    gemma_images,
+    make_engine,
+    near_policy,
+    policy_loss,
+    random_batch,
+    random_image_batch,
+    value_loss,
+)
+from tests.support.tiny_models import IMAGE_TOKEN_ID, MORE_MODELS, PADDED_MODELS, PICTURE_MODELS, VISION_MODELS
 
 # Transformers' gated delta rule computes in float32 inside, whatever the dtype.
 IN_FLOAT32 = {"qwen3.5": 5.0}
@@ -36,6 +45,20 @@ def test_logprob_entropy_and_gradient(tiny_model, name):
     for key_bias in [each for each in trained if each.endswith("k_proj.bias") and "vision_tower" in each]:
         assert found.pop(key_bias).abs().max() < 1e-6 > trained.pop(key_bias).abs().max()
     reference.assert_close(found, trained, factor * 2e-5)
+
+
+def test_samples_of_a_prompt_share_rows_that_attend_to_later_ones(tiny_model):
+    """Gemma 3: two samples of two images, a text with the same tokens and other images, and one of text alone."""
+    path, generator = tiny_model("gemma3-vision"), torch.Generator().manual_seed(0)
+    (inputs, runs), (others, _) = (gemma_images(2, generator) for _ in range(2))
+    prompt = [5, *(t for run in runs for t in [7, *[IMAGE_TOKEN_ID] * run, 8]), 20]
+    images = [Images("a", inputs), Images("a", inputs), Images("b", others), None]
+    batch = Batch.from_samples([*[prompt] * 3, [5, 6]], [[1, 2, 3], [1, 4], [1, 2, 3], [9]], images=images)
+    engine = make_engine(path)
+    rows = prepare_model_inputs(batch, torch.device("cpu"), backbone=engine.model.backbone).look_ahead.row_N
+    assert len(rows) == 2 * sum(runs)
+    expected, _ = reference.plain_logprob_and_entropy(path, batch)
+    torch.testing.assert_close(engine.infer(batch, ("logprob",))["logprob"].double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)

@@ -21,18 +21,20 @@ from tests.engine.reference import (
     with_supports,
 )
 from tests.support.machine.distributed import run_distributed
-from tests.support.tiny_models import VISION_MODELS
+from tests.support.tiny_models import PICTURE_MODELS, VISION_MODELS
 
 pytestmark = pytest.mark.dist
 
-# Two key-value heads; one, which is fewer than ranks, and a window; soft-caps; experts and two head widths; images.
-NAMES = ["llama", "mistral", "gemma2", "deepseek-v3", "gpt-oss", "qwen2.5-vl", "qwen3-vl"]
+# Two key-value heads; one, which is fewer than ranks, and a window; soft-caps; experts and two head widths; images,
+# tokens of which attend to later ones in Gemma 3.
+NAMES = ["llama", "mistral", "gemma2", "deepseek-v3", "gpt-oss", "qwen2.5-vl", "qwen3-vl", "gemma3-vision"]
 # Many micro-batches, most with an odd number of rows; one with all; one sequence, so that other ranks have none.
 CASES = {"llama": [(24, 7), (1000, 7), (1000, 1)], "qwen3-vl": [(80, 6), (1000, 2)]}
 
 
 def batch_for(name: str, num_sequences: int) -> Batch:
-    return random_image_batch(num_sequences) if name in VISION_MODELS else random_batch(num_sequences)
+    has_images = name in VISION_MODELS | PICTURE_MODELS
+    return random_image_batch(num_sequences, name=name) if has_images else random_batch(num_sequences)
 
 
 def run_case(path: Path, head: str, max_tokens: int, num_sequences: int, sequence_parallel: int) -> dict:

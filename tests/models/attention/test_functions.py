@@ -1,6 +1,7 @@
 """Packed attention against softmax(q k^T) v per sequence in float64, and attention in generation."""
 
 import math
+from collections.abc import Sequence
 from inspect import signature
 
 import pytest
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 
 from rlft_fast.models import packed_attention
+from rlft_fast.models.attention import LookAhead
 from rlft_fast.models.attention import functions as attention
 from rlft_fast.models.attention.functions import grouped_attention, grouped_heads
 from rlft_fast.ops.packing import RowIndex, row_index
@@ -40,14 +42,17 @@ def random_sinks(heads: int) -> Tensor:
 
 def expected(
     qkv: tuple[Tensor, ...], lengths: list[int], scale: float, window: int, softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, runs: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     query, key, value = qkv
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     distance = torch.arange(len(sequence))[:, None] - torch.arange(len(sequence))
-    seen = (sequence[:, None] == sequence) & (distance >= 0) & (distance < window)
+    seen = (sequence[:, None] == sequence) & (distance >= 0)
+    for rows in runs:
+        seen[rows[:, None], rows] = True
+    seen &= distance < window
     scores = scale * query @ key.transpose(-1, -2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -87,6 +92,33 @@ def test_gradient(softcap, has_sinks, window):
     exact = expected(qkv, lengths, 0.5, window or 100, softcap, sinks)
     actual, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (found, exact))
     torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    window=st.sampled_from([None, 1, 3]),
+    softcap=st.sampled_from([None, 0.7]),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_a_run_see_all_of_it(lengths, window, softcap, seed):
+    """The first run of each sequence, against a mask: outputs and gradients. A window ends behind a row alone."""
+    qkv = tuple(x.requires_grad_() for x in random_qkv(lengths, 4, 2, 4))
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    bounds = [sorted(torch.randint(n + 1, (2,), generator=generator).tolist()) for n in lengths]
+    runs = [(s, s + begin, s + end) for s, (begin, end) in zip(starts[:-1], bounds, strict=True) if begin < end]
+    ahead = None
+    if runs:
+        rows, keys = ([torch.arange(run[first], run[2]) for run in runs] for first in (1, 0))
+        of_rows, of_keys = (torch.tensor([0, *map(len, x)]).cumsum(0).int() for x in (rows, keys))
+        key_index = row_index(torch.cat(keys), sum(lengths))
+        ahead = LookAhead(torch.cat(rows), key_index, of_rows, of_keys, max(map(len, rows)), max(map(len, keys)))
+    actual = run(qkv, lengths, sliding_window=window, softcap=softcap, look_ahead=ahead)
+    wanted = expected(qkv, lengths, 0.5, window or 100, softcap, runs=[torch.arange(*run[1:]) for run in runs])
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+    found, exact = (torch.autograd.grad(x.square().sum(), qkv) for x in (actual, wanted))
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
 def test_a_sequence_is_the_same_alone_and_packed():

@@ -11,6 +11,7 @@ from rlft_fast.config import DataConfig
 from rlft_fast.models import load_tokenizer
 from rlft_fast.trainer.prompts import ImageError, ImageReader, Prompts, load_prompts
 from tests.support.pictures import asking, picture, picture_processor, plain_processor
+from tests.support.tiny_models import PICTURE_MODELS
 from tests.trainer.toy import write_rows
 
 
@@ -72,9 +73,9 @@ def test_images_of_datasets(tmp_path, model):
         assert_as_transformers(load(tmp_path / str(number), model), model, pictures)
 
 
-@pytest.mark.parametrize("name", ["llava", "internvl", "idefics3", "mistral3"])
+@pytest.mark.parametrize("name", [*PICTURE_MODELS])
 def test_the_text_around_images_is_the_processors(tmp_path, tiny_model, name):
-    """InternVL and Idefics3 cut the wide image into pictures. LLaVA crops it, and Mistral 3 writes a line per row."""
+    """Of the wide image LLaVA takes a part, Gemma 3 all, Mistral 3 writes a line per row, and all others cut it."""
     model = tiny_model(name)
     pictures = [picture(1, 32, 8), picture(2, 9, 11)]
     for number, image in enumerate(pictures):
@@ -86,6 +87,14 @@ def test_the_text_around_images_is_the_processors(tmp_path, tiny_model, name):
     assert prompts.token_ids[0] == expected["input_ids"][0].tolist()
     pixels = images.inputs["pixel_values"]
     assert torch.equal(pixels, torch.as_tensor(expected["pixel_values"]).view(pixels.shape))
+
+
+def test_a_text_with_a_token_that_stands_for_a_piece_of_an_image(tmp_path, tiny_model):
+    """Gemma 3 has another placeholder."""
+    picture().save(tmp_path / "a.png")
+    path = write_rows(tmp_path / "data.jsonl", [{"prompt": asking({"path": "a.png"}, "<|image_pad|>?")}])
+    with pytest.raises(ValueError, match=r"row 0 .* has <\|image_pad\|> in its text, .* a piece of an image: leave it"):
+        load(path, tiny_model("gemma3-vision"))
 
 
 @pytest.fixture(scope="module")
