@@ -83,8 +83,7 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _embedding_and_head(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
-    pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    ends = () if pretrained is None else (pretrained.get_input_embeddings(), pretrained.get_output_embeddings())
+    ends = [end for end in _ends(model) if end is not None]
     return {
         name: module
         for name, module in model.named_modules()
@@ -92,6 +91,14 @@ def _embedding_and_head(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[
         and not any(name.startswith(f"{block}.") for block in blocks)
         and all(owners[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
     }
+
+
+def _ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The embedding of the tokens, and the head."""
+    pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if pretrained is None:
+        return None, None
+    return pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
 
 
 def shard_model(
@@ -125,18 +132,19 @@ def shard_model(
         reshard = reshard_after_forward and i < len(units) - 1
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=policy)
-    _prefetch([unit for _, unit in units])
+    _prefetch([unit for _, unit in units], _ends(model))
     return units
 
 
-def _prefetch(units: Sequence[nn.Module]) -> None:
-    """While a block computes, FSDP gathers the weights of the block that runs next.
+def _prefetch(units: Sequence[nn.Module], ends: Sequence[nn.Module | None]) -> None:
+    """While a unit computes, FSDP gathers the weights of the unit that runs next.
 
-    A block prefetches only blocks of its own class. Otherwise a batch without images would wait for vision blocks that
-    never run.
+    A block prefetches only blocks of its own class, and the head. Otherwise a batch without images would wait for
+    vision blocks that never run.
     """
+    embedding, head = ends
     for unit, following in pairwise(units):
-        if type(unit) is type(following):
+        if type(unit) is type(following) or unit is embedding or following is head:
             assert isinstance(unit, FSDPModule)
             assert isinstance(following, FSDPModule)
             unit.set_modules_to_forward_prefetch([following])

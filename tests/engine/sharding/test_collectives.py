@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlft_fast.config import RolloutConfig
 from rlft_fast.data import Batch
@@ -91,6 +92,29 @@ def check_after_a_rollout(rank: int, path: Path) -> None:
             rollout.generate([[1, 2, 3]], SamplingParams(n=2, max_new_tokens=2))
         num_units = len(find_units(engine.model)) + 1
         assert gathers == [2 * num_units - 2 if reshards else num_units] * 2
+
+
+def check_prefetch(rank: int, path: Path) -> None:
+    """Before a unit computes, the gather of the next one has begun: in both passes, and at the ends of the model."""
+    batch = near_policy(random_batch(), torch.full((random_batch().num_tokens,), -5.5))
+    engine = make_engine(path, max_tokens=1000)
+    forward, backward = [], []
+
+    def note_backward(_unit: torch.nn.Module, _arguments: object, outputs: object) -> None:
+        tree_leaves(outputs)[0].register_hook(lambda _: backward.append(counter.counts["allgather_base"]))
+
+    with CollectiveCounter() as counter:
+        for _, unit in find_units(engine.model):
+            unit.register_forward_pre_hook(lambda *_: forward.append(counter.counts["allgather_base"]))
+            unit.register_forward_hook(note_backward)
+        engine.train_step(batch, policy_loss())
+    num_units = len(forward) + 1
+    assert forward == [*range(3, num_units + 1), num_units]  # the root, the unit itself, and the next one
+    assert backward == [*range(num_units + 1, 2 * num_units - 1), 2 * num_units - 2]
+
+
+def test_units_gather_before_they_run(tiny_model):
+    run_distributed(check_prefetch, 2, tiny_model("llama"))
 
 
 def test_collectives_after_a_rollout(tiny_model):
