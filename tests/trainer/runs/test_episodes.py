@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -26,35 +25,10 @@ from tests.support.runs.vllm_rollouts import HEADS, SMALL, needs_vllm
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import comparable, read_lines, toy_config, write_rows
 
-HERE = Path(__file__)
+ENVIRONMENTS = Path(__file__).with_name("environments.py")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
-
-
-class Letters:
-    """Rewards each reply by its share of even bytes, and answers with a letter; three replies."""
-
-    def reset(self, seed: int, **row: Any) -> str:
-        self.draw, self.turns = random.Random(seed), 0
-        return " Go."
-
-    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
-        self.turns += 1
-        said = message["content"].encode()
-        answer = {"role": "user", "content": self.draw.choice("xyz")}
-        return [answer], sum(byte % 2 == 0 for byte in said) / max(len(said), 1) / 3, self.turns == 3
-
-
-class Echo:
-    """Takes the columns of its own rows alone, and answers with their letter."""
-
-    def reset(self, prompt: list[dict[str, Any]], first: str, environment: str) -> None:
-        assert environment == "echo"
-        self.first = first
-
-    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
-        return [{"role": "user", "content": self.first}], 0.125, False
 
 
 @pytest.fixture(name="config")
@@ -70,7 +44,7 @@ def episodes_config(tmp_path):
         changes = {"algorithm__kl_coef": 0.01} | changes
         values = {
             "output_dir": str(tmp_path / run), "data__path": str(tmp_path / "rows.jsonl"), "data__chat": True,
-            "reward": {}, "environment": {"name": f"{HERE}:Letters"}, "rollout__max_prompt_tokens": 24,
+            "reward": {}, "environment": {"name": f"{ENVIRONMENTS}:Letters"}, "rollout__max_prompt_tokens": 24,
             "rollout__max_new_tokens": 48, "actor__max_tokens": 400, "checkpoint__every": 1,
         }  # fmt: skip
         return toy_config(model, tmp_path, **values | changes)
@@ -118,7 +92,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
     """With two environments, which the rows name. The columns of one are empty in the rows of the other."""
     rows = [{"prompt": word, "seed": i, "environment": "letters"} for i, word in enumerate(["sun", "moon"])]
     rows += [{"prompt": word, "first": word[0], "environment": "echo"} for word in ("star", "rain")]
-    kinds = {"letters": {"name": f"{HERE}:Letters"}, "echo": {"name": f"{HERE}:Echo", "max_turns": 2}}
+    kinds = {"letters": {"name": f"{ENVIRONMENTS}:Letters"}, "echo": {"name": f"{ENVIRONMENTS}:Echo", "max_turns": 2}}
     path = write_rows(tmp_path / "mixed.jsonl", rows)
     changes = {"environment": None, "environments": kinds, "data__path": str(path), "steps": 2}
     train(config("whole", **changes))

@@ -85,7 +85,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
     ("changes", "named"),
     [
         ({"rollout__backend": "vllm"}, "rollout.backend vllm"),
-        ({"environment": {"name": "tests/trainer/runs/test_episodes.py:Letters"}, "reward": {}}, "environment"),
+        ({"environment": {"name": "tests/trainer/runs/environments.py:Letters"}, "reward": {}}, "environment"),
     ],
 )
 def test_parts_that_would_not_see_an_image_are_refused(config, changes, named):

@@ -1,0 +1,29 @@
+"""Environments of the runs whose policy talks. Each has a process that imports this file, and little beside."""
+
+import random
+from typing import Any
+
+
+class Letters:
+    """Rewards each reply by its share of even bytes, and answers with a letter; three replies."""
+
+    def reset(self, seed: int, **row: Any) -> str:
+        self.draw, self.turns = random.Random(seed), 0
+        return " Go."
+
+    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        self.turns += 1
+        said = message["content"].encode()
+        answer = {"role": "user", "content": self.draw.choice("xyz")}
+        return [answer], sum(byte % 2 == 0 for byte in said) / max(len(said), 1) / 3, self.turns == 3
+
+
+class Echo:
+    """Takes the columns of its own rows alone, and answers with their letter."""
+
+    def reset(self, prompt: list[dict[str, Any]], first: str, environment: str) -> None:
+        assert environment == "echo"
+        self.first = first
+
+    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        return [{"role": "user", "content": self.first}], 0.125, False
