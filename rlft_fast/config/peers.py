@@ -101,7 +101,7 @@ _NAMES = {
 
 _REASONS = {
     "it changes the distribution that tokens are drawn from, and the update needs exact log-probabilities of this "
-    "distribution: use rollout.temperature, rollout.top_k or rollout.top_p": "min_p repetition_penalty "
+    "distribution: use rollout.temperature, rollout.top_k, rollout.min_p or rollout.top_p": "repetition_penalty "
     "presence_penalty frequency_penalty logit_bias typical_p epsilon_cutoff eta_cutoff top_n_sigma min_tokens "
     "min_new_tokens no_repeat_ngram_size bad_words bad_words_ids allowed_token_ids logits_processors "
     "encoder_repetition_penalty guided_decoding guided_decoding_regex guided_json structured_outputs "

@@ -1,5 +1,6 @@
 """What is sampled, and how tokens are chosen from logits: each with one uniform number."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -80,14 +81,14 @@ def choose(logits_UV: Tensor, row_B: Tensor, uniform_B: Tensor | None, params: S
         logits_UV: (U, V) logits. They are overwritten.
         row_B: (B,) the row of each completion.
         uniform_B: (B,) float64 in [0, 1); not read at temperature 0.
-        params: temperature, top-k and top-p. At temperature 0 the most likely token of the vocabulary is taken.
+        params: temperature, top-k, min-p and top-p. At temperature 0 the most likely token of the vocabulary is taken.
     """
     z = logits_UV.float()
     if params.temperature not in (0, 1):
         z.div_(params.temperature)
     ids_BK = support_BK = None
     if params.support_size is not None:
-        z, ids_BK = (x[row_B] for x in most_likely(z, params.support_size, params.top_p))
+        z, ids_BK = (x[row_B] for x in most_likely(z, params.support_size, params.min_p, params.top_p))
         support_BK = ids_BK.where(z > -torch.inf, -1).int()
         row_B = torch.arange(len(row_B), device=row_B.device)
     probability = z.softmax(-1)
@@ -96,20 +97,24 @@ def choose(logits_UV: Tensor, row_B: Tensor, uniform_B: Tensor | None, params: S
     return Choice(place_B if ids_BK is None else ids_BK[row_B, place_B], logprob_B, support_BK)
 
 
-def most_likely(z_UV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """The tokens that top-k and then top-p keep, most likely first.
+def most_likely(z_UV: Tensor, top_k: int, min_p: float, top_p: float) -> tuple[Tensor, Tensor]:
+    """The tokens that top-k, then min-p, then top-p keep, most likely first.
 
-    Never more than ``top_k`` tokens are kept: of equal logits at the cut, some are dropped.
+    Never more than ``top_k`` tokens are kept: of equal logits at the cut, some are dropped. vLLM cuts by min-p before
+    top-k, which keeps the same tokens: min-p compares two probabilities of one softmax, whatever is left out of it.
 
     Args:
         z_UV: logits, after the temperature.
         top_k: most tokens to keep.
-        top_p: keep the fewest tokens with at least this probability, relative to the tokens that top-k has kept.
+        min_p: keep the tokens with at least this share of the most likely token's probability.
+        top_p: keep the fewest tokens with at least this probability, relative to the tokens that are left.
 
     Returns:
-        (U, K) logits, -inf for tokens that top-p has dropped, and (U, K) ids.
+        (U, K) logits, -inf for tokens that min-p or top-p has dropped, and (U, K) ids.
     """
     z_UK, ids_UK = z_UV.topk(min(top_k, z_UV.shape[1]))
+    if min_p > 0:
+        z_UK = z_UK.masked_fill(z_UK - z_UK[:, :1] < math.log(min_p), -torch.inf)
     if top_p == 1:
         return z_UK, ids_UK
     left_UK = z_UK.softmax(-1).flip(-1).cumsum(-1).flip(-1)  # probability of each token and all less likely ones

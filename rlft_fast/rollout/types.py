@@ -21,19 +21,22 @@ class SamplingParams:
         max_new_tokens: most tokens of a completion, see `make_requests`.
         temperature: 0 is greedy.
         top_k: sample among this many most likely tokens; None: among all tokens.
-        top_p: of the `top_k` tokens keep the fewest whose probabilities, relative to the `top_k`, add up to this.
+        min_p: of the `top_k` tokens keep those with at least this share of the most likely token's probability. Needs
+            a `top_k`.
+        top_p: of the tokens left keep the fewest whose probabilities, relative to the tokens left, add up to this.
             Needs a `top_k`.
         stop: texts that end a completion, as an end token does. The tokens of the text are kept. A text may also be
             the name of a special token.
 
     Raises:
-        ValueError: a `top_p` without a `top_k`, or one of them out of range.
+        ValueError: a `min_p` or `top_p` without a `top_k`, or one of them out of range.
     """
 
     n: int = 1
     max_new_tokens: int = 128
     temperature: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
 
@@ -42,8 +45,11 @@ class SamplingParams:
             raise ValueError(f"top_k is {self.top_k}: expected at least 1, or None for all tokens")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: expected more than 0 and at most 1")
-        if self.top_p < 1 and self.top_k is None:
-            raise ValueError(f"top_p is {self.top_p} without a top_k: bound the number of tokens, for example by 100")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}: expected at least 0 and at most 1")
+        for name, value, cuts in (("min_p", self.min_p, self.min_p > 0), ("top_p", self.top_p, self.top_p < 1)):
+            if cuts and self.top_k is None:
+                raise ValueError(f"{name} is {value} without a top_k: bound the number of tokens, for example by 100")
 
     @property
     def support_size(self) -> int | None:

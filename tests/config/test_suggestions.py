@@ -64,7 +64,7 @@ def test_a_section_of_another_project_is_explained_key_by_key():
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"rollout": {"min_p": 0.1}}, "rollout.min_p cannot be set: it changes the distribution"),
+        ({"rollout": {"typical_p": 0.1}}, "rollout.typical_p cannot be set: it changes the distribution"),
         ({"repetition_penalty": 1.1}, "repetition_penalty cannot be set: it changes the distribution"),
         ({"rollout": {"sampling_params": {"bad_words": ["x"]}}}, "rollout.sampling_params.bad_words cannot be set"),
         ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs.num_beams cannot be set: it searches for likely"),

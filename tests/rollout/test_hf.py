@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
+    MinPLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -38,7 +39,7 @@ from rlft_fast.rollout import (
     sample_seeds,
 )
 from rlft_fast.rollout.by_transformers import _RoundEnd
-from rlft_fast.rollout.sampling import draw, most_likely
+from rlft_fast.rollout.sampling import choose, draw, most_likely
 from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.world import World
 from tests.support.machine.distributed import run_distributed
@@ -192,45 +193,51 @@ def test_samples_follow_the_whole_softmax(tiny_model, temperature, defaults):
     assert abs(logprobs.mean() + entropy) < 5 * error
 
 
-# ---- top-k and top-p ------------------------------------------------------------------------------------------------
+# ---- top-k, min-p and top-p -----------------------------------------------------------------------------------------
 
 
 @given(
     seed=st.integers(0, 99), vocab=st.integers(1, 40), top_k=st.integers(1, 50), spread=st.floats(0.1, 10),
-    top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 1)), top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),
 )  # fmt: skip
-def test_the_cut_is_that_of_transformers(seed, vocab, top_k, top_p, spread):
+def test_the_cut_is_that_of_transformers(seed, vocab, top_k, min_p, top_p, spread):
+    """In the order of vLLM's samplers: min-p, top-k, top-p."""
     z = spread * torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed))
-    expected = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, z)) if top_p < 1 else None
-    expected = TopKLogitsWarper(top_k)(None, z) if expected is None else expected
-    logits, ids = most_likely(z, top_k, top_p)
+    expected = TopKLogitsWarper(top_k)(None, MinPLogitsWarper(min_p)(None, z))
+    expected = TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected
+    logits, ids = most_likely(z, top_k, min_p, top_p)
     assert logits.shape[1] == min(top_k, vocab)
     found = torch.full_like(z, -torch.inf).scatter_(1, ids, logits)
     assert torch.equal(found, expected)
 
 
 def test_the_cut_by_hand():
-    """Probabilities of 0.4, 0.3, 0.2 and 0.1: of the first three 0.7 needs two, and 0.8 all three."""
+    """Probabilities of 0.4, 0.3, 0.2 and 0.1: of the first three 0.7 needs two, and 0.8 all three.
+
+    Half as likely as the first are three of four; of these, 0.9 is more than the first two have: 0.7 / 0.9.
+    """
     z = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
-    assert most_likely(z, 3, 1.0)[1].tolist() == [[1, 3, 2]]
+    assert most_likely(z, 3, 0.0, 1.0)[1].tolist() == [[1, 3, 2]]
     for top_p, count in ((0.3, 1), (0.7, 2), (0.8, 3)):
-        assert most_likely(z, 3, top_p)[0].isfinite().sum() == count
-    assert most_likely(torch.zeros(1, 9), 4, 1.0)[1].shape == (1, 4)  # of equal ones no more than asked for
+        assert most_likely(z, 3, 0.0, top_p)[0].isfinite().sum() == count
+    for min_p, top_p, count in ((0.24, 1, 4), (0.26, 1, 3), (0.49, 0.9, 3), (0.49, 0.77, 2), (0.76, 1, 1), (1, 1, 1)):
+        assert most_likely(z, 4, min_p, top_p)[0].isfinite().sum() == count
+    assert most_likely(torch.zeros(1, 9), 4, 1.0, 1.0)[1].shape == (1, 4)  # of equal ones no more than asked for
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
-def test_ratios_average_one_over_the_support(tiny_model, top_p):
+@pytest.mark.parametrize(("min_p", "top_p"), [(0.0, 1.0), (0.0, 0.7), (0.3, 0.9)])
+def test_ratios_average_one_over_the_support(tiny_model, min_p, top_p):
     """Ratios average 1 over the support, under the policy that sampled and the next, but not over the vocabulary."""
     config = EngineConfig(max_tokens=512, optimizer=OptimizerConfig(learning_rate=1e-3))
     engine = FSDPEngine(str(tiny_model("llama")), config, num_training_steps=4, temperature=0.8).initialize()
     rollout = of_engine(engine)
     rollout.sync()
     torch.manual_seed(0)
-    params = SamplingParams(n=400, max_new_tokens=5, temperature=0.8, top_k=7, top_p=top_p)
+    params = SamplingParams(n=400, max_new_tokens=5, temperature=0.8, top_k=7, min_p=min_p, top_p=top_p)
     groups = rollout.generate(PROMPTS[3:], params)
     batch = to_batch(PROMPTS[3:], groups)
     assert all(sample.spans == (Span(len(sample.token_ids), 1),) for group in groups for sample in group)
-    check_supports(engine.path, PROMPTS[3] + groups[0][0].token_ids, groups[0][0].support, top_p)
+    check_supports(engine.path, PROMPTS[3] + groups[0][0].token_ids, groups[0][0].support, min_p, top_p)
 
     on_policy, vocabulary = (engine.infer(b, ("logprob",))["logprob"] for b in (batch, batch.replace(support_TK=None)))
     torch.testing.assert_close(batch.rollout_logprob_T, on_policy, rtol=0, atol=1e-5)
@@ -242,9 +249,9 @@ def test_ratios_average_one_over_the_support(tiny_model, top_p):
     assert (vocabulary - batch.rollout_logprob_T).exp()[batch.loss_mask_T].mean() < 0.9
 
 
-def check_supports(path: str, sequence: list[int], support: Tensor, top_p: float) -> None:
+def check_supports(path: str, sequence: list[int], support: Tensor, min_p: float, top_p: float) -> None:
     log_p = log_softmax(Path(path), sequence, 0.8)[-len(support) - 1 : -1]
-    kept = TopKLogitsWarper(7)(None, log_p)
+    kept = TopKLogitsWarper(7)(None, MinPLogitsWarper(min_p)(None, log_p))
     kept = TopPLogitsWarper(top_p)(None, kept) if top_p < 1 else kept
     expected = [sorted(row.isfinite().nonzero().squeeze(1).tolist()) for row in kept]
     assert [sorted(i for i in row if i >= 0) for row in support.tolist()] == expected
@@ -257,7 +264,29 @@ def test_greedy_has_no_support(tiny_model):
     assert draw_samples(generator, PROMPTS, cut)[0][0].support is None
 
 
+def test_log_probabilities_are_those_of_the_definition():
+    """π(v) = p(v) / sum of p over the tokens kept, p = softmax(z / T), in float64 from the sums of p alone."""
+    z = 3 * torch.randn(1, 200, generator=torch.Generator().manual_seed(0))
+    p = (z.double() / 2).softmax(-1)[0]
+    order = p.argsort(descending=True)[:20].tolist()
+    order = [v for v in order if p[v] >= 0.05 * p.max()]
+    sums = p[order].cumsum(0) / p[order].sum()
+    kept = order[: int((sums < 0.9).sum()) + 1]
+    assert 3 < len(kept) < len(order) < 20  # each cut is one
+    params = SamplingParams(temperature=2.0, top_k=20, min_p=0.05, top_p=0.9)
+    uniform = torch.linspace(0, 0.999, 300, dtype=torch.float64)
+    chosen = choose(z.clone(), torch.zeros(300, dtype=torch.int64), uniform, params)
+    assert {*chosen.token_B.tolist()} == {*kept}
+    assert all([v for v in row if v >= 0] == kept for row in chosen.support_BK.tolist())
+    expected = (p[chosen.token_B] / p[kept].sum()).log().float()
+    torch.testing.assert_close(chosen.logprob_B, expected, rtol=0, atol=2e-6)  # logits up to 5, a few 2^-24 of it
+
+
 def test_top_p_needs_a_top_k():
+    with pytest.raises(ValueError, match=r"min_p is 0\.1 without a top_k: bound the number"):
+        SamplingParams(min_p=0.1)
+    with pytest.raises(ValueError, match="min_p is 2: expected at least 0 and at most 1"):
+        SamplingParams(top_k=5, min_p=2)
     with pytest.raises(ValueError, match=r"top_p is 0\.9 without a top_k: bound the number"):
         SamplingParams(top_p=0.9)
     with pytest.raises(ValueError, match="top_k is 0: expected at least 1"):

@@ -103,8 +103,10 @@ class RolloutConfig(Section):
     """Sampling temperature. Log-probabilities in training use it, too."""
     top_k: PositiveInt | None = None
     """Sample only among the k most likely tokens. Log-probabilities in training are over the same tokens; null: all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Sample only tokens with this share of the most likely token's probability. Needs a top_k."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample only among the likeliest of the top_k tokens whose probabilities add up to this. Needs a top_k."""
+    """Of the tokens left, sample only among the likeliest whose probabilities add up to this. Needs a top_k."""
     stop: tuple[str, ...] = ()
     """Texts, or names of special tokens, that end a completion as an end token does."""
     batch_size: MayChange[PositiveInt] = 64
@@ -137,8 +139,9 @@ class RolloutConfig(Section):
     def _bounded(self) -> Iterator[str]:
         if self.servers and self.backend != "vllm":
             yield "servers are vLLM's, and backend is hf: set backend to vllm, or leave servers out"
-        if self.top_p < 1 and self.top_k is None:
-            yield (
-                f"top_p is {self.top_p} without a top_k, but training stores the candidates of each token: bound their "
-                "number, for example by top_k: 100"
-            )
+        for name, value, cuts in (("min_p", self.min_p, self.min_p > 0), ("top_p", self.top_p, self.top_p < 1)):
+            if cuts and self.top_k is None:
+                yield (
+                    f"{name} is {value} without a top_k, but training stores the candidates of each "
+                    "token: bound their number, for example by top_k: 100"
+                )

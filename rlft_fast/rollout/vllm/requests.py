@@ -64,6 +64,7 @@ def request_fields(
         "n": 1,
         "temperature": params.temperature,
         "top_k": params.top_k or 0,
+        "min_p": params.min_p,
         "top_p": params.top_p,
         "logprobs": num_logprobs,
         "stop_token_ids": [*model.eos_token_ids, *end_ids],

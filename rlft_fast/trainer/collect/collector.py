@@ -246,7 +246,7 @@ class Collector:
         config = self.config.rollout
         params = SamplingParams(
             n=len(numbers), max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-            top_k=config.top_k, top_p=config.top_p, stop=config.stop,
+            top_k=config.top_k, min_p=config.min_p, top_p=config.top_p, stop=config.stop,
         )  # fmt: skip
         own = [rows[i] for i in own_rows(self.world, prompts)]
         seeds = [seeds[numbers.start :] for seeds in sample_seeds(self.config.seed, step, own, numbers.stop)]

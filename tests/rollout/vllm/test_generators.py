@@ -56,7 +56,7 @@ def make_rollout(engine: FSDPEngine, **vllm) -> Rollout:
 
 def check_supports(engine: FSDPEngine, rollout: Rollout, prompts: list[list[int]]) -> None:
     """Over what was sampled among the engine has vLLM's probabilities, and over all others."""
-    params = SamplingParams(n=30, max_new_tokens=4, temperature=0.7, top_k=6, top_p=0.8)
+    params = SamplingParams(n=30, max_new_tokens=4, temperature=0.7, top_k=6, min_p=0.2, top_p=0.9)
     groups = rollout.generate(prompts, params)
     versions = {span.weight_version for group in groups for sample in group for span in sample.spans}
     assert versions == {rollout.weight_version}

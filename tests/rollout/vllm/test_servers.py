@@ -126,7 +126,7 @@ def two_ranks(rank: int, model: Path, urls: tuple[str, ...]) -> None:
         assert sample(rollout, share) == groups
         update(engine, seed)
     own = share if rank == 0 else []
-    top = rollout.generate(own, SamplingParams(n=8, max_new_tokens=4, temperature=0.7, top_k=6, top_p=0.8))
+    top = rollout.generate(own, SamplingParams(n=8, max_new_tokens=4, temperature=0.7, top_k=6, min_p=0.2, top_p=0.9))
     sizes = [(x.support >= 0).sum(1) for group in top for x in group]
     assert all(1 <= size.min() <= size.max() <= 6 for size in sizes)
 
