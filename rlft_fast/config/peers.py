@@ -18,6 +18,7 @@ _NAMES = {
     "reward.server.url": "remote_rm_url",
     "reward.model": "reward_model reward_pretrain",
     "reward.clip": "reward_clip_range reward_clip",
+    "reward.normalize": "normalize_reward use_score_scaling use_score_norm",
     "reward.overlong_buffer": "overlong_buffer_len",
     "reward.overlong_penalty": "overlong_penalty_factor",
     "rollout.backend": "use_vllm",

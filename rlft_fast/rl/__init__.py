@@ -16,7 +16,7 @@ from rlft_fast.rl.advantages import (
     whiten,
 )
 from rlft_fast.rl.aggregation import Aggregation, loss_scale, loss_weights, response_lengths
-from rlft_fast.rl.controllers import AdaptiveEntropy, AdaptiveKL
+from rlft_fast.rl.controllers import AdaptiveEntropy, AdaptiveKL, RunningReward
 from rlft_fast.rl.correction import (
     CORRECTIONS,
     check_correction,
@@ -50,6 +50,7 @@ __all__ = [
     "PolicyLossError",
     "PolicyLossFunction",
     "PreferenceLoss",
+    "RunningReward",
     "SequenceMean",
     "TokenSelection",
     "ValueLoss",

@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+_SMALLEST_STD = 1e-10
+"""Of the mean: below, the standard deviation is the rounding of float64 sums over up to 10^12 equal rewards."""
+
 
 @dataclass
 class AdaptiveKL:
@@ -48,3 +53,37 @@ class AdaptiveEntropy:
         """Takes note of the mean entropy of an optimizer step."""
         self.weight = max(self.weight + (self.step if entropy < self.target else -self.step), 0.0)
         self.coef = self.weight if entropy <= self.target else 0.0
+
+
+@dataclass
+class RunningReward:
+    """Mean and standard deviation of all rewards of a run so far, as TRL's PPO and OpenRLHF keep them.
+
+    Batches are joined as in Chan, Golub & LeVeque (1983), in float64.
+
+    Attributes:
+        count: rewards so far.
+        mean: of the rewards.
+        squares: sum of the squares of their differences from the mean.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def update(self, reward_B: Tensor) -> None:
+        """Takes note of (B,) finite rewards."""
+        if not len(reward_B):
+            return
+        reward_B = reward_B.double()
+        total, mean = self.count + len(reward_B), reward_B.mean().item()
+        gap = mean - self.mean
+        self.squares += (reward_B - mean).square().sum().item() + gap**2 * self.count * len(reward_B) / total
+        self.mean += gap * len(reward_B) / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the rewards so far; 0 where they are equal."""
+        std = (self.squares / max(self.count, 1)) ** 0.5
+        return std if std > _SMALLEST_STD * abs(self.mean) else 0.0

@@ -158,6 +158,7 @@ def make_objective(config: Config) -> Objective:
             config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None,
             teacher=config.teacher,
             logs_tokens=config.log_tokens_mib is not None,
+            normalize=config.reward.normalize,
         )  # fmt: skip
 
 

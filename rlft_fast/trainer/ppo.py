@@ -154,7 +154,8 @@ class PPOTrainer:
         samples = self.collector.penalize_length(scored)
         taught = scored_samples(self.collector.taught(samples, with_signal), greedy)
         images = self.world.together(prompts.load_images, ImageError)
-        batch = self._infer(build_batch(taught, prompts.token_ids, greedy, images))
+        batch = build_batch(taught, prompts.token_ids, greedy, images)
+        batch = self._infer(self.objective.normalized(batch, samples.reward_B[samples.has_reward_B]))
         metrics = rollout_metrics(samples, batch, len(with_signal)) | self.collector.metrics(collected)
         metrics |= staleness_metrics(samples, step + 1) if self.config.rollout.max_staleness else {}
         prepare = partial(self.objective.prepare, batch, _seed(self.config, step))

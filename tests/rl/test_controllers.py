@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from rlft_fast.rl import AdaptiveEntropy, AdaptiveKL
+from rlft_fast.rl import AdaptiveEntropy, AdaptiveKL, RunningReward
 
 
 def test_adaptive_kl_by_hand():
@@ -29,3 +30,24 @@ def test_adaptive_entropy_by_hand():
         coefficients.append(controller.coef)
     # Grows below the target; above it falls unseen, to 0 and no further.
     assert coefficients == pytest.approx([0.015, 0.02, 0, 0, 0, 0, 0, 0.005])
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_running_moments_are_those_of_all_rewards_at_once(offset):
+    reward_B = offset + torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    running = RunningReward()
+    for part in reward_B.split([1, 0, 7, 300, 692]):
+        running.update(part)
+    assert running.count == 1000
+    assert running.mean == pytest.approx(reward_B.mean().item(), rel=1e-14, abs=1e-15)
+    # Rounding of the rewards' own size, 2^-53 of it, in each of 1000 differences.
+    assert running.std == pytest.approx(reward_B.std(correction=0).item(), abs=1e-12 + 2**-53 * offset)
+
+
+def test_equal_rewards_have_no_deviation():
+    running = RunningReward()
+    assert running.std == 0
+    for _ in range(100):
+        running.update(torch.full((7,), 0.1, dtype=torch.float64))
+    assert (running.count, running.std) == (700, 0)
+    assert running.mean == pytest.approx(0.1)

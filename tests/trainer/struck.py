@@ -10,11 +10,12 @@ from safetensors.torch import load_file
 
 from tests.trainer.toy import HERE, WORDS, comparable, read_lines, toy_values, write_rows
 
-# Everything that has a state: an adaptive coefficient, critic, reference, several optimizer steps per rollout, a
-# schedule, evaluations.
+# Everything that has a state: an adaptive coefficient, moments of rewards, critic, reference, several optimizer steps
+# per rollout, a schedule, evaluations.
 OPTIONS = {
     "steps": 6,
     "reward__function": f"{HERE}:even_share_until_struck",
+    "reward__normalize": "standardize",
     "algorithm": {
         "advantage": "gae", "kl_coef": 0.01, "kl_in": "reward", "kl_target": 0.01, "kl_horizon": 64, "epochs": 2,
         "mini_batches": 2,

@@ -379,7 +379,7 @@ def train_here(rank: int, config: Config) -> None:
 BY_ROUNDING = {
     "refills": {
         "algorithm": {"skip_equal_groups": True, "max_refills": 2, "mini_batches": 2},
-        "reward__function": f"{HERE}:even_share_of_some",
+        "reward__function": f"{HERE}:even_share_of_some", "reward__normalize": "standardize",
     },
     "curriculum": {
         "algorithm": {"skip_equal_groups": True, "max_refills": 1, "curriculum": 0.5, "first_samples": 2},

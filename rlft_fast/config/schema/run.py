@@ -98,6 +98,10 @@ class RewardConfig(Section):
     """Functions and reward models see special tokens in the texts of answers, apart from the end token."""
     clip: tuple[float, float] | None = None
     """Lowest and highest reward: rewards beyond are set to them, before penalties. Evaluation ignores it."""
+    normalize: Literal["none", "scale", "standardize"] = "none"
+    """scale: divide rewards by their standard deviation over the run so far; standardize: subtract their mean, too.
+
+    Rewards are in the bounds of clip, with all penalties. Logs have them as they were, and evaluation ignores this."""
     truncation_penalty: NonNegativeFloat = 0.0
     """Subtracted from the reward of a sample cut off at max_new_tokens. Evaluation ignores it."""
     overlong_buffer: NonNegativeInt = 0

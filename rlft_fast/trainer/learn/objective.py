@@ -19,6 +19,7 @@ from rlft_fast.rl import (
     AdaptiveKL,
     AdvantageError,
     PolicyLoss,
+    RunningReward,
     arguments_of,
     call_method,
     check_correction,
@@ -43,6 +44,7 @@ class Objective:
         has_critic: whether batches have values.
         teacher: whose distributions the policy learns; None: there is none.
         logs_tokens: whether log π_old of every token is logged.
+        normalize: `RewardConfig.normalize`.
 
     Attributes:
         advantage: the estimator.
@@ -54,7 +56,7 @@ class Objective:
 
     def __init__(
         self, config: AlgorithmConfig, max_new_tokens: int, *, has_critic: bool = False,
-        teacher: TeacherConfig | None = None, logs_tokens: bool = False,
+        teacher: TeacherConfig | None = None, logs_tokens: bool = False, normalize: str = "none",
     ) -> None:  # fmt: skip
         self.config = config
         self._teacher = teacher
@@ -83,6 +85,8 @@ class Objective:
         self._entropy: AdaptiveEntropy | None = None
         if config.entropy_target is not None:
             self._entropy = AdaptiveEntropy(config.entropy_coef, config.entropy_target, config.entropy_step)
+        self._normalize = normalize
+        self._rewards = None if normalize == "none" else RunningReward()
 
     # ---- what it needs ------------------------------------------------------------------------------------------
 
@@ -270,6 +274,24 @@ class Objective:
             )  # fmt: skip
         return weight_T
 
+    def normalized(self, batch: Batch, reward_B: Tensor) -> Batch:
+        """The batch with rewards and baselines relative to all rewards of the run, the step's own included.
+
+        Args:
+            batch: to learn from.
+            reward_B: (B,) rewards of all samples of the step.
+        """
+        if self._rewards is None:
+            return batch
+        self._rewards.update(reward_B)
+        scale = self._rewards.std or 1.0
+        shift = self._rewards.mean if self._normalize == "standardize" else 0.0
+        return batch.replace(
+            reward_B=None if batch.reward_B is None else (batch.reward_B - shift) / scale,
+            baseline_B=None if batch.baseline_B is None else (batch.baseline_B - shift) / scale,
+            reward_T=None if batch.reward_T is None else batch.reward_T / scale,  # a part of the whole
+        )
+
     # ---- coefficients -------------------------------------------------------------------------------------------
 
     @property
@@ -285,12 +307,15 @@ class Objective:
         return loss if self._entropy is None else replace(loss, entropy_coef=self._entropy.coef)
 
     def after_rollout(self, metrics: dict[str, float], num_sequences: int) -> dict[str, float]:
-        """Adapts the weight of the penalty; returns its metric."""
+        """Adapts the weight of the penalty; returns its metric, and the moments of the rewards so far."""
+        found = {}
+        if self._rewards is not None:
+            found |= {"reward_running_mean": self._rewards.mean, "reward_running_std": self._rewards.std}
         if self._kl is None:
-            return {}
+            return found
         if "ref_kl" in metrics:
             self._kl.update(metrics["ref_kl"], num_sequences)
-        return {"kl_coef": self._kl.coef}
+        return found | {"kl_coef": self._kl.coef}
 
     def after_optimizer_step(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adapts the weight of the entropy bonus; returns its metric."""
@@ -301,7 +326,7 @@ class Objective:
 
     def state(self) -> dict[str, Any]:
         """The coefficients, as JSON for a checkpoint."""
-        controllers = {"kl": self._kl, "entropy": self._entropy}
+        controllers = {"kl": self._kl, "entropy": self._entropy, "rewards": self._rewards}
         return {name: {**vars(controller)} for name, controller in controllers.items() if controller is not None}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -310,6 +335,8 @@ class Objective:
             self._kl.coef = state["kl"]["coef"]
         if self._entropy is not None and "entropy" in state:
             self._entropy.coef, self._entropy.weight = state["entropy"]["coef"], state["entropy"]["weight"]
+        if self._rewards is not None and "rewards" in state:
+            self._rewards = RunningReward(**state["rewards"])
 
 
 def _check_names(what: str, function: Callable[..., Any], known: set[str], missing: dict[str, str]) -> None:

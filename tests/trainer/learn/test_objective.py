@@ -1,5 +1,6 @@
 """From a rollout to what is learned: every method runs and learns, and its numbers are those of its equations."""
 
+import json
 from copy import deepcopy
 from dataclasses import replace
 
@@ -160,6 +161,30 @@ def test_coefficients_survive_as_json():
     assert restored.after_optimizer_step({"entropy": 0.4}) == objective.after_optimizer_step({"entropy": 0.4})
     assert objective.policy_loss.entropy_coef == pytest.approx(0.01)  # a step down, and up again
     assert Objective(AlgorithmConfig(), 8).state() == {}
+
+
+@pytest.mark.parametrize("normalize", ["none", "scale", "standardize"])
+def test_rewards_relative_to_all_of_the_run(normalize):
+    """The second step's by the mean and deviation of both steps' rewards, also after a checkpoint between them."""
+    steps = torch.tensor([[1.0, 2, 3, 4], [10, 20, 0, 5]], dtype=torch.float64)
+    batch = Batch.from_samples([[1]] * 4, [[2, 3]] * 4, rewards=steps[1].tolist(), groups=[0, 0, 1, 1])
+    baseline_B, reward_T = steps[1] / 2, torch.arange(12, dtype=torch.float64)
+    batch = batch.replace(baseline_B=baseline_B, reward_T=reward_T)
+    objective, restored = (Objective(AlgorithmConfig(), 8, normalize=normalize) for _ in range(2))
+    objective.normalized(batch, steps[0])
+    restored.load_state(json.loads(json.dumps(objective.state())))
+    found = restored.normalized(batch, steps[1])
+    shift, scale = steps.mean() * (normalize == "standardize"), steps.std(correction=0)
+    if normalize == "none":
+        assert found is batch
+        assert restored.after_rollout({}, 4) == restored.state() == {}
+        return
+    torch.testing.assert_close(found.reward_B, (steps[1] - shift) / scale, rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(found.baseline_B, (baseline_B - shift) / scale, rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(found.reward_T, reward_T / scale, rtol=1e-14, atol=0)
+    moments = {"reward_running_mean": pytest.approx(5.625), "reward_running_std": pytest.approx(scale.item())}
+    assert restored.after_rollout({}, 4) == moments
+    assert torch.equal(objective.normalized(batch, steps[1]).reward_B, found.reward_B)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -38,7 +39,14 @@ def uninterrupted(model, tmp_path_factory):
 def test_the_uninterrupted_run_has_every_line_once(uninterrupted):
     rows = comparable(uninterrupted)
     assert [row["step"] for row in rows if "accuracy" in row] == [0, 2, 4, 6]
-    assert [row["step"] for row in rows if "accuracy" not in row] == [1, 2, 3, 4, 5, 6]
+    steps = [row for row in rows if "accuracy" not in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    samples = read_lines(uninterrupted / "samples.jsonl")
+    for row in steps:  # rewards are logged as they were, beside the moments that they are made relative to
+        rewards = [sample["reward"] for sample in samples if sample["step"] <= row["step"]]
+        assert 0 <= min(rewards) < max(rewards) <= 1
+        assert row["reward_running_mean"] == pytest.approx(np.mean(rewards))
+        assert row["reward_running_std"] == pytest.approx(np.std(rewards))
 
 
 @pytest.mark.slow
