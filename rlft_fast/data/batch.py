@@ -20,7 +20,9 @@ from rlft_fast.data.images import Images, image_table
 
 IGNORE_INDEX = -100
 
-_INTEGER_FIELDS = dict.fromkeys(("input_ids_T", "position_ids_T", "group_B", "unit_B", "image_B"), torch.int64)
+_INTEGER_FIELDS = dict.fromkeys(
+    ("input_ids_T", "position_ids_T", "group_B", "episode_B", "unit_B", "image_B"), torch.int64
+)
 _INT32_FIELDS = dict.fromkeys(("cu_seqlens", "support_TK", "teacher_ids_TK", "weight_version_T"), torch.int32)
 _FIELD_DTYPES = _INTEGER_FIELDS | _INT32_FIELDS | {"loss_mask_T": torch.bool}
 # Rewards may also be float64: float32 has no two numbers near 1e9 that differ by 1. All others are float32.
@@ -68,6 +70,8 @@ class Batch:
         reward_B: (B,) float64 or float32, reward of each sequence.
         baseline_B: (B,) float64 or float32, reward of the greedy answer to each sequence's prompt.
         group_B: (B,) int64, sequences that answer the same prompt share a number.
+        episode_B: (B,) int64, branches of one episode are neighbours and share a number; each has the reward of the
+            episode, and the loss mask has each sampled token in one of them. None: each sequence is an episode.
         unit_B: (B,) int64, sequences that a loss couples (the two of a pair) share a number; a plan keeps them in one
             micro-batch.
         image_B: (B,) int64, number in `images` of each sequence's images, -1 where it has none; None: no sequence has.
@@ -105,6 +109,7 @@ class Batch:
     reward_B: Tensor | None = None
     baseline_B: Tensor | None = None
     group_B: Tensor | None = None
+    episode_B: Tensor | None = None
     unit_B: Tensor | None = None
     image_B: Tensor | None = None
     images: tuple[Images, ...] = ()
@@ -309,6 +314,24 @@ class Batch:
     def token_index(self, index_B: np.ndarray) -> Tensor:
         """int64 positions here of the tokens of these sequences, in the order in which `select` packs them."""
         return token_ranges(self.cu_seqlens.numpy()[index_B], self.lengths[index_B])
+
+    def episodes(self) -> Self:
+        """The batch with the branches of each episode as one sequence, for what looks at episodes as wholes.
+
+        Its tokens are those of this batch, in the same places. No model can run it. Needs a batch on the CPU.
+        """
+        if self.episode_B is None:
+            return self
+        self._require_cpu("episodes")
+        is_first_B = torch.ones(self.num_sequences, dtype=torch.bool)
+        is_first_B[1:] = self.episode_B[1:] != self.episode_B[:-1]
+        first = is_first_B.nonzero().flatten()
+        fields: dict[str, Any] = {
+            name: tensor[first] for name, tensor in self._tensors().items() if row_letter(name) == "B"
+        }
+        cu_seqlens = torch.cat([self.cu_seqlens[first], self.cu_seqlens[-1:]])
+        longest = int(cu_seqlens.diff().max()) if len(first) else 0
+        return self.replace(**fields | {"cu_seqlens": cu_seqlens, "max_seqlen": longest, "episode_B": None})
 
     def asking_at_the_end(self) -> "Batch":
         """The same sequences with one position active in each: the last. For models that judge whole sequences.

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,6 +16,22 @@ from rlft_fast.world import World
 
 _BY_NAME = ("parts", "counts")  # fields with columns by name
 _TEXTS = "texts"
+
+
+class Branches(NamedTuple):
+    """N sequences with U tokens behind their prompts: the branches of samples, those of a sample one behind the other.
+
+    Args:
+        index_U: (U,) int64, for each token its place among the T tokens of the samples.
+        is_new_U: (U,) bool, whether the branch before has not had the token.
+        length_N: (N,) int64.
+        sample_N: (N,) int64, number of the sample.
+    """
+
+    index_U: Tensor
+    is_new_U: Tensor
+    length_N: Tensor
+    sample_N: Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,6 +52,8 @@ class Samples:
         weight_version_T: (T,) int32, version of the weights that sampled a token.
         reward_T: (T,) float64, what an environment gave for a turn, at the last token that the policy sampled in it,
             else 0; None: the samples are no episodes.
+        kept_T: (T,) int32, at a token that begins a branch of its episode: how many tokens behind the prompt the branch
+            has in common with the branch before it; at all other tokens -1. None: no episode has branches.
         support_TK: (T, K) int32, the ids that each token was sampled among, -1 fills up; None: the whole vocabulary.
         texts: of the B completions, as reward functions read them; None before they are decoded.
     """
@@ -52,6 +70,7 @@ class Samples:
     is_sampled_T: Tensor
     weight_version_T: Tensor
     reward_T: Tensor | None = None
+    kept_T: Tensor | None = None
     support_TK: Tensor | None = None
     texts: Sequence[str] | None = None
 
@@ -67,8 +86,31 @@ class Samples:
         return dataclasses.replace(self, **fields)
 
     def token_ids(self) -> list[list[int]]:
-        """The tokens of each completion as lists, for tokenizers and reward functions."""
-        return [own.tolist() for own in self.token_ids_T.split(self.length_B.tolist())]
+        """The tokens of each completion as lists, of an episode with branches those of the last branch."""
+        branches = self.branches()
+        ids = self.token_ids_T[branches.index_U].split(branches.length_N.tolist())
+        last = dict(zip(branches.sample_N.tolist(), ids, strict=True))
+        return [last[i].tolist() for i in range(len(self))]
+
+    def branches(self) -> Branches:
+        """The sequences that the policy has read and written: one per sample, or one per branch of an episode."""
+        if self.kept_T is None:
+            every_T = torch.arange(len(self.token_ids_T))
+            return Branches(every_T, torch.ones_like(every_T, dtype=torch.bool), self.length_B, torch.arange(len(self)))
+        end_B = self.length_B.cumsum(0)
+        begins = (self.kept_T >= 0).nonzero().flatten()
+        sample_N = torch.cat([torch.arange(len(self)), torch.bucketize(begins, end_B, right=True)])
+        start_N = torch.cat([end_B - self.length_B, begins])
+        kept_N = torch.cat([torch.zeros(len(self), dtype=torch.int64), self.kept_T[begins].long()])
+        order = torch.from_numpy(np.lexsort((start_N, sample_N)))
+        starts, kept = start_N[order].tolist(), kept_N[order].tolist()
+        whole = [torch.empty(0, dtype=torch.int64)]
+        for start, end, common in zip(starts, [*starts[1:], len(self.token_ids_T)], kept, strict=False):
+            whole.append(torch.cat([whole[-1][:common], torch.arange(start, end)]))
+        length_N = torch.tensor([*map(len, whole[1:])], dtype=torch.int64)
+        first_N = length_N.cumsum(0) - length_N + torch.tensor(kept, dtype=torch.int64)  # that is new
+        is_new_U = torch.arange(int(length_N.sum())) >= first_N.repeat_interleave(length_N)
+        return Branches(torch.cat(whole), is_new_U, length_N, sample_N[order])
 
     def sampled_ids(self) -> list[list[int]]:
         """The tokens of each completion that the policy sampled, without an environment's."""
@@ -135,20 +177,26 @@ class Samples:
         return self.replace(support_TK=pad(support, (0, width - support.shape[1]), value=-1))
 
     def to_batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
-        """Packs prompts and completions; samples of one row form a group.
+        """Packs prompts and completions; samples of one row form a group. A branch is a sequence.
 
         Args:
             prompts: token ids of the prompt of each row.
         """
         rows, prompt_B = self.row_B.unique(return_inverse=True)
         asked = [prompts[row] for row in rows.tolist()]
+        index_U, is_new_U, length_N, sample_N = self.branches()
+        of_branches = lambda column: column if self.kept_T is None else column[index_U]  # noqa: E731
         columns = {"rollout_logprob_T": self.logprob_T, "weight_version_T": self.weight_version_T}
         given = {"reward_T": self.reward_T, "support_TK": self.support_TK}
         columns |= {name: column for name, column in given.items() if column is not None}
         return Batch.from_columns(
-            cat_lists(asked, np.int64), list_lengths(asked), prompt_B.numpy(), self.token_ids_T, self.length_B.numpy(),
-            self.is_sampled_T, columns,
-        ).replace(reward_B=self.reward_B, group_B=self.row_B)  # fmt: skip
+            cat_lists(asked, np.int64), list_lengths(asked), prompt_B[sample_N].numpy(), of_branches(self.token_ids_T),
+            length_N.numpy(), of_branches(self.is_sampled_T) & is_new_U,
+            {name: of_branches(column) for name, column in columns.items()},
+        ).replace(
+            reward_B=self.reward_B[sample_N], group_B=self.row_B[sample_N],
+            episode_B=None if self.kept_T is None else sample_N,
+        )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything as tensors by name, for a checkpoint. `of_tensors` takes them."""

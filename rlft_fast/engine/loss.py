@@ -33,7 +33,7 @@ IDS_LOGPROB = "ids_logprob_TK"  # how a loss calls the log-probabilities of the 
 def weighted(batch: Batch, loss: "Loss") -> tuple[Batch, float]:
     """The batch with the weights of its tokens, and the factor on the weighted sum.
 
-    A batch that has weights is returned unchanged.
+    A batch that has weights is returned unchanged. The branches of an episode count as one sequence.
 
     A loss may say that it `needs_advantage`. Tokens without an advantage then have weight 0, and the weights of the
     others sum to 1: sums of weighted metrics are means over the tokens that run. The factor makes up for it, so that
@@ -46,9 +46,9 @@ def weighted(batch: Batch, loss: "Loss") -> tuple[Batch, float]:
     """
     if batch.loss_weight_T is not None:
         return batch, 1.0
-    mask_T, cu_seqlens = batch.loss_mask_T, batch.cu_seqlens
-    weight_T = loss_weights(mask_T, cu_seqlens, loss.aggregation)
-    scale = loss_scale(mask_T, cu_seqlens, loss.aggregation, loss.max_response_tokens)
+    mask_T, cu_seqlens, whole = batch.loss_mask_T, batch.cu_seqlens, batch.episodes().cu_seqlens
+    weight_T = loss_weights(mask_T, whole, loss.aggregation)
+    scale = loss_scale(mask_T, whole, loss.aggregation, loss.max_response_tokens)
     has_images = bool(batch.images)  # which the vision tower would run for, all the same
     if getattr(loss, "needs_advantage", False) and batch.advantage_T is not None and not has_images:
         has_one_T = (batch.advantage_T != 0) & mask_T

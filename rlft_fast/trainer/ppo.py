@@ -160,10 +160,11 @@ class PPOTrainer:
         metrics |= staleness_metrics(samples, step + 1) if self.config.rollout.max_staleness else {}
         prepare = partial(self.objective.prepare, batch, _seed(self.config, step))
         batch = self.world.together(prepare, AdvantageError)
-        metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
+        metrics |= self.objective.after_rollout(metrics, len(taught))
         if self.config.algorithm.mask_truncated:
-            stopped = taught.stopped_B.nonzero().squeeze(1)
-            batch, taught = batch.select(stopped), taught.select(stopped)
+            stopped_B = taught.stopped_B
+            ends_B = stopped_B if batch.episode_B is None else stopped_B[batch.episode_B]
+            batch, taught = batch.select(ends_B.nonzero().flatten()), taught.select(stopped_B.nonzero().flatten())
         batch = weighted(batch, self.objective.policy_loss)[0]
         return Experience(
             step=step, prompts=prompts, num_streamed=collected.num_streamed, samples=samples, taught=taught,
@@ -199,13 +200,17 @@ class PPOTrainer:
         logs_tokens = self.config.log_tokens_mib is not None and self.world.is_first
         return StepResult(
             metrics=metrics, num_prompts=experience.num_streamed, warnings=experience.warnings,
-            records=sample_records(
-                experience.samples, experience.prompts,
-                None if self.player is None else self.player.turns(experience.samples),
-            ),
+            records=self._records(experience),
             tokens=logged_tokens(experience, update.outputs, self.config) if logs_tokens else None,
             samples=experience.kept,
         )  # fmt: skip
+
+    def _records(self, experience: Experience) -> Iterator[dict[str, Any]]:
+        """What the log of samples holds of each."""
+        samples, prompts, player = experience.samples, experience.prompts, self.player
+        if player is None:
+            return sample_records(samples, prompts)
+        return sample_records(samples, prompts, player.turns(samples), player.played(prompts, samples))
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 

@@ -184,7 +184,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     parts, turns, images = (sample.get(name) for name in ("parts", "turns", "images"))
     texts = {name: sample.get(name) for name in ("prompt", "completion", "finish_reason")}
-    stop_reason = sample.get("stop_reason")
+    named = {name: sample.get(name) for name in ("stop_reason", "environment")}
     return {
         "step": sample["step"],
         **{name: text if isinstance(text, str) else None for name, text in texts.items()},
@@ -192,7 +192,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         "parts": {name: drawable(part) for name, part in parts.items()} if isinstance(parts, dict) else {},
         "weight_version": sample["weight_version"] if is_exact_integer(sample.get("weight_version")) else None,
         **({"turns": [*map(_turn, turns)]} if isinstance(turns, list) else {}),
-        **({"stop_reason": stop_reason} if isinstance(stop_reason, str) else {}),
+        **{name: text for name, text in named.items() if isinstance(text, str)},
         **({"images": [name for name in images if isinstance(name, str)]} if isinstance(images, list) else {}),
     }
 
@@ -205,6 +205,7 @@ def _turn(turn: Any) -> dict[str, Any]:
         "sampled": turn.get("sampled") is True,
         "text": text if isinstance(text, str) else "",
         **({} if reward is None else {"reward": reward}),
+        **({"branch": True} if "kept" in turn else {}),
     }
 
 

@@ -324,8 +324,10 @@ function showTip(event) {
 // ---- groups ----
 
 function drawTurn(turn) {
-  const said = node("span", { className: turn.sampled ? "said" : "given" }, visible(turn.text));
-  return turn.reward === undefined ? [said] : [said, node("span", { className: "earned", title: "reward of the turn" }, number(turn.reward))];
+  const parts = turn.branch ? [node("span", { className: "branch", title: "the chat template has written the history anew" }, "branch")] : [];
+  parts.push(node("span", { className: turn.sampled ? "said" : "given" }, visible(turn.text)));
+  if (turn.reward !== undefined) parts.push(node("span", { className: "earned", title: "reward of the turn" }, number(turn.reward)));
+  return parts;
 }
 
 function drawSample(run, sample, index, low, high) {
@@ -335,6 +337,7 @@ function drawSample(run, sample, index, low, high) {
   facts.append(reward);
   const parts = Object.entries(sample.parts || {});
   if (parts.length > 1) facts.append(...parts.map(([name, value]) => fact(visible(name), number(value))));
+  if (sample.environment) facts.append(fact("environment", visible(sample.environment)));
   if (sample.completion !== null) facts.append(fact(`end ${visible(sample.stop_reason || sample.finish_reason || "?")}`, `weights ${number(sample.weight_version)}`));
   const text = node("div", { className: "text" });
   if (sample.completion === null) text.append(node("span", { className: "unlearned" }, "damaged line"));

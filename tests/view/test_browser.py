@@ -134,10 +134,14 @@ def test_turns_of_an_episode_are_told_apart(tmp_path):
     texts = ["Is it?", "<b>yes</b>", "No."]
     turns = [{"sampled": i == 1, "text": text} for i, text in enumerate(texts)]
     turns[1]["reward"] = 0.25
+    turns[2]["kept"] = 3
     odd = ["odd", {"sampled": 1, "text": 3, "reward": "much"}]
-    folder = write_run(tmp_path / "run", [sample(1) | {"turns": [*turns, *odd]}])
+    folder = write_run(tmp_path / "run", [sample(1) | {"turns": [*turns, *odd], "environment": "<i>shop</i>"}])
     write_view([folder], tmp_path / "page.html")
-    (text,) = opened(tmp_path / "page.html", "", tmp_path).one("#groups").all(".text")
+    groups = opened(tmp_path / "page.html", "", tmp_path).one("#groups")
+    (text,), (facts,) = groups.all(".text"), groups.all(".facts")
+    assert "environment<i>shop</i>" in facts.text
+    assert [part.text for part in text.all(".branch")] == ["branch"]
     assert [part.text for part in text.all(".said")] == ["<b>yes</b>"]
     assert [part.text for part in text.all(".given")] == ["Is it?", "No.", "", ""]
     assert [part.text for part in text.all(".earned")] == ["0.25"]

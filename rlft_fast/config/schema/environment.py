@@ -1,7 +1,7 @@
 """What answers the policy, turn by turn."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -22,6 +22,9 @@ class EnvironmentConfig(Section):
     """Arguments of the class."""
     max_turns: PositiveInt = 8
     """Most messages of the policy in an episode."""
+    history: Literal["keep", "template"] = "keep"
+    """Thoughts of earlier messages: keep shows the policy all that it has written; template leaves out what the chat
+    template leaves out."""
     timeout_s: MayChange[Annotated[PositiveFloat, Field(le=31_536_000)]] = 60.0
     """Seconds for one call of the environment. An episode over time or crashed is left out."""
     max_result_characters: PositiveInt = 4000

@@ -71,11 +71,14 @@ def token_columns(samples: "Samples", taught: "Samples", batch: "Batch", max_byt
     columns |= {name: torch.full((num_tokens,), math.nan) for name in known}
     place = {key: i for i, key in enumerate(zip(samples.row_B.tolist(), samples.number_B.tolist(), strict=True))}
     ends, batch_ends = end_B.tolist(), batch.cu_seqlens[1:].tolist()
-    lengths = taught.length_B.tolist()
-    for b, key in enumerate(zip(taught.row_B.tolist(), taught.number_B.tolist(), strict=True)):
-        if (i := place[key]) < num_kept:
-            own = slice(ends[i] - lengths[b], ends[i])
-            predicting = slice(batch_ends[b] - 1 - lengths[b], batch_ends[b] - 1)  # the position before each token
+    index_U, is_new_U, length_N, sample_N = taught.branches()
+    keys = [*zip(taught.row_B.tolist(), taught.number_B.tolist(), strict=True)]
+    begin_B = taught.length_B.cumsum(0) - taught.length_B
+    branches = zip(index_U.split(length_N.tolist()), is_new_U.split(length_N.tolist()), sample_N.tolist(), strict=True)
+    for b, (index, is_new, sample) in enumerate(branches):
+        if (i := place[keys[sample]]) < num_kept:
+            own = index[is_new] - begin_B[sample] + ends[i] - taught.length_B[sample]
+            predicting = (batch_ends[b] - 1 - len(index) + torch.arange(len(index)))[is_new]  # the positions before
             columns["mask_T"][own] = batch.loss_mask_T[predicting]
             for name, column in known.items():
                 columns[name][own] = column[predicting].where(batch.loss_mask_T[predicting], math.nan)

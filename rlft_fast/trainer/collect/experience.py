@@ -154,16 +154,18 @@ def build_batch(
         images: of the prompt of each row, None where it has none; empty: no prompt has.
     """
     batch = scored.to_batch(prompts)
+    assert batch.group_B is not None  # the rows
     if images:
-        batch = batch.replace(**image_table([images[row] for row in scored.row_B.tolist()]))
-    return batch if greedy is None else batch.replace(baseline_B=greedy[scored.row_B])
+        batch = batch.replace(**image_table([images[row] for row in batch.group_B.tolist()]))
+    return batch if greedy is None else batch.replace(baseline_B=greedy[batch.group_B])
 
 
 def mini_batch_rows(batch: Batch, config: AlgorithmConfig, seed: int) -> list[np.ndarray]:
     """The sequences of every optimizer step of a rollout: each epoch shuffles the prompts and cuts their samples anew.
 
-    Samples of a prompt stay neighbours, since together they cost less (`rlft_fast.data.layout`). No mini-batch is
-    empty: where samples were left out, there may be fewer than configured, or none. A single one is the batch as it is.
+    Samples of a prompt stay neighbours, since together they cost less (`rlft_fast.data.layout`), and an episode is in
+    one mini-batch. No mini-batch is empty: where samples were left out, there may be fewer than configured, or none.
+    A single one is the batch as it is.
     """
     if config.epochs * config.mini_batches == 1:
         return [np.arange(batch.num_sequences)] if batch.num_sequences else []
@@ -174,7 +176,11 @@ def mini_batch_rows(batch: Batch, config: AlgorithmConfig, seed: int) -> list[np
     for _ in range(config.epochs):
         order_G = torch.randperm(len(groups), generator=generator)
         shuffled = torch.argsort(order_G[group_index_B], stable=True).numpy()
-        parts += [part for part in np.array_split(shuffled, config.mini_batches) if len(part)]
+        first = np.arange(len(shuffled))
+        if batch.episode_B is not None:
+            first = np.flatnonzero(np.diff(batch.episode_B.numpy()[shuffled], prepend=-1))
+        begins = [part[0] for part in np.array_split(first, config.mini_batches) if len(part)]
+        parts += np.split(shuffled, begins[1:]) if begins else []
     return parts
 
 
@@ -276,14 +282,16 @@ def _part_means(samples: Samples) -> dict[str, float]:
 
 
 def sample_records(
-    samples: Samples, prompts: Prompts, turns: Sequence[list[dict[str, Any]]] | None = None
-) -> Iterator[dict[str, Any]]:
+    samples: Samples, prompts: Prompts, turns: Sequence[list[dict[str, Any]]] | None = None,
+    environments: Sequence[str] | None = None,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """What ``samples.jsonl`` holds of each sample, beside its step.
 
     Args:
         samples: scored, of all ranks.
         prompts: that they answer.
         turns: of each sample, if it is an episode.
+        environments: name of each sample's environment; None: it has none.
     """
     assert samples.texts is not None
     parts = {name: _nullable(part) for name, part in samples.parts.items()}
@@ -295,6 +303,7 @@ def sample_records(
             "parts": {name: values[i] for name, values in parts.items()},
             "finish_reason": "stop" if stopped[i] else "length", "weight_version": versions[i],
             **({} if turns is None else {"turns": turns[i], "stop_reason": stops[i]}),
+            **({} if environments is None else {"environment": environments[i]}),
             **({"images": prompts.images[row].names} if row in prompts.images else {}),
         }  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transformers.utils.chat_parsing import parse_response
 
-from rlft_fast.trainer.episodes.forms import Form
+from rlft_fast.trainer.episodes.forms import THINKING, Form
 from rlft_fast.trainer.prompts import Message
 
 _SHOWN = 200  # characters of a call in a message
@@ -30,6 +30,8 @@ class Parsed(NamedTuple):
     """Each with a name and arguments, and an id where the policy has written one."""
     mistake: str | None = None
     """Why the calls of the reply cannot be read. None of them is then made."""
+    thought: str = ""
+    """What the policy has thought before, without its begin and end."""
 
     @property
     def message(self) -> Message:
@@ -70,9 +72,10 @@ def parse(text: str, form: Form, tools: Sequence[dict[str, Any]] = (), *, is_thi
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return Parsed("", [], _mistake(form, text, f"the call is not readable ({_last_line(error)})"))
     content = read.get("content", "").strip()
+    thought = _joined(next((read[name] for name in THINKING if name in read), ""))
     if re.search(form.mark, content):
-        return Parsed("", [], _mistake(form, content, "the call is not readable"))
-    return Parsed(content, calls)
+        return Parsed("", [], _mistake(form, content, "the call is not readable"), thought)
+    return Parsed(content, calls, None, thought)
 
 
 def text_of(tokenizer: Vocabulary, token_ids: Sequence[int], form: Form) -> str:
@@ -89,6 +92,10 @@ def text_of(tokenizer: Vocabulary, token_ids: Sequence[int], form: Form) -> str:
         form.token * len(run) if is_token else str(tokenizer.decode(run)).replace(form.token, spelled)
         for is_token, run in runs
     )
+
+
+def _joined(thoughts: str | Sequence[str]) -> str:
+    return thoughts if isinstance(thoughts, str) else "\n".join(thoughts)
 
 
 def _mistake(form: Form, text: str, error: str) -> str:

@@ -9,6 +9,7 @@ import torch
 from rlft_fast.data import Samples, cat_supports
 from rlft_fast.envs import Failure
 from rlft_fast.rollout import Completion, Request, Span, seed_of, to_samples
+from rlft_fast.trainer.episodes.history import History
 from rlft_fast.trainer.episodes.suffix import Suffix
 from rlft_fast.trainer.prompts import Conversation
 
@@ -35,7 +36,9 @@ class Episode:
     seed: int
     max_tokens: int
     has_support: bool  # whether tokens are sampled among some of the vocabulary
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # of all branches, one behind the other
+    behind_prompt: list[int] = field(default_factory=list)  # of the last branch, with what it has from others
+    kept: list[int] = field(default_factory=list)  # see `Samples.kept_T`
     logprobs: list[float] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -45,6 +48,7 @@ class Episode:
     turn_rewards: list[float] = field(default_factory=list)
     calls: int = 0
     failed_calls: int = 0
+    history: History | None = None  # what the template leaves of it; None: the policy sees all that was said
     is_thinking: bool = False  # the next reply begins within a thought
     stop_reason: str | None = None  # of STOP_REASONS; None: the episode is running
     failure: str | None = None  # in words; an episode that failed has no reward
@@ -61,14 +65,14 @@ class Episode:
 
     @property
     def left(self) -> int:
-        """Tokens that the completion may still have."""
-        return self.max_tokens - len(self.token_ids)
+        """Tokens that the last branch may still have."""
+        return self.max_tokens - len(self.behind_prompt)
 
     def request(self, max_turns: int) -> Request:
         """For the next of so many turns, whose draws depend on the episode's seed and the number of the turn alone."""
         seed = seed_of(self.seed, self.turns) if self.turns else self.seed
         return Request(
-            row=self.row, token_ids=[*self.prompt, *self.token_ids], seed=seed, max_new_tokens=self.left,
+            row=self.row, token_ids=[*self.prompt, *self.behind_prompt], seed=seed, max_new_tokens=self.left,
             episode=self.number if max_turns > 1 else None,
         )  # fmt: skip
 
@@ -90,8 +94,20 @@ class Episode:
         if self.has_support:
             self.supports.append(torch.full((len(token_ids), 1), -1, dtype=torch.int32))
 
+    def branch(self, suffix: Suffix) -> None:
+        """Goes on from other tokens behind the prompt, which the template has written."""
+        pairs = zip(self.behind_prompt, suffix.token_ids, strict=False)
+        num_equal = next((i for i, (x, y) in enumerate(pairs) if x != y), len(self.behind_prompt))
+        num_kept = min(num_equal, len(suffix.token_ids) - 1)
+        begin = len(self.token_ids)
+        del self.behind_prompt[num_kept:]
+        self.add_given(suffix._replace(token_ids=suffix.token_ids[num_kept:]))
+        self.kept[begin] = num_kept
+
     def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_sampled: bool) -> None:
         self.token_ids += token_ids
+        self.behind_prompt += token_ids
+        self.kept += [-1] * len(token_ids)
         self.logprobs += logprobs
         self.is_sampled += [is_sampled] * len(token_ids)
 
@@ -124,12 +140,13 @@ class Episode:
         return Completion(self.token_ids, self.logprobs, reason, tuple(self.spans), support, self.is_sampled)
 
 
-def samples_of(episodes: Sequence[Episode]) -> Samples:
+def samples_of(episodes: Sequence[Episode], *, may_branch: bool = False) -> Samples:
     """One sample per episode, with the environment's reward as a part. An episode that failed has no reward."""
     samples = to_samples([(episode.row, episode.completion()) for episode in episodes])
     rewards = [episode.reward if episode.failure is None else torch.nan for episode in episodes]
     counts = {
         "turns": [e.turns for e in episodes],
+        **({"branches": [1 + sum(kept >= 0 for kept in e.kept) for e in episodes]} if may_branch else {}),
         "tool_calls": [e.calls for e in episodes],
         "failed_tool_calls": [e.failed_calls for e in episodes],
         "environment_failed": [e.failure is not None for e in episodes],
@@ -137,7 +154,9 @@ def samples_of(episodes: Sequence[Episode]) -> Samples:
         "seconds_environment_calls": [sum(e.seconds) for e in episodes],
         **{f"{STOP}{reason}": [e.stop_reason == reason for e in episodes] for reason in STOP_REASONS},
     }
+    kept_T = torch.tensor([x for episode in episodes for x in episode.kept], dtype=torch.int32)
     return samples.replace(
+        kept_T=kept_T if may_branch else None,
         reward_T=torch.tensor([x for episode in episodes for x in episode.rewards()], dtype=torch.float64),
         parts={PART: torch.tensor(rewards, dtype=torch.float64)},
         counts={name: torch.tensor(own, dtype=torch.float64) for name, own in counts.items()},

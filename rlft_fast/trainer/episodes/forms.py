@@ -183,7 +183,7 @@ def own_form(template: Any, tokens: Iterable[str]) -> Form | None:
     calls = fields.get("tool_calls")
     if not isinstance(calls, dict) or (opens := _pattern(calls, "open")) is None:
         return None
-    thinking = next((fields[name] for name in _THINKING if name in fields), None)
+    thinking = next((fields[name] for name in THINKING if name in fields), None)
     ends = None if thinking is None else _pattern(thinking, "close")
     thoughts = [form.thought for form in FORMS if ends is None or re.fullmatch(ends, form.thought[1])]
     if not thoughts:
@@ -197,7 +197,8 @@ def own_form(template: Any, tokens: Iterable[str]) -> Form | None:
     )  # fmt: skip
 
 
-_THINKING = ("thinking", "reasoning_content", "reasoning")  # names that templates give to the field of thoughts
+THINKING = ("thinking", "reasoning_content", "reasoning")
+"""Names that templates give to the field of thoughts."""
 
 
 def _pattern(field: Mapping[str, Any], side: str) -> str | None:

@@ -28,8 +28,9 @@ from rlft_fast.rollout import (
 )
 from rlft_fast.trainer.episodes.calls import Parsed, parse, text_of
 from rlft_fast.trainer.episodes.episode import PART, Episode, samples_of
+from rlft_fast.trainer.episodes.history import History, prove_history
 from rlft_fast.trainer.episodes.styles import Style
-from rlft_fast.trainer.episodes.suffix import Suffix, choose_suffixes
+from rlft_fast.trainer.episodes.suffix import choose_suffixes
 from rlft_fast.trainer.prompts import Message, Prompts, name_rows
 from rlft_fast.world import SPANS, World
 
@@ -66,6 +67,9 @@ class EpisodePlayer:
         try:
             self._suffixes = {
                 name: choose_suffixes(tokenizer, tools, end_token_ids) for name, tools in self.pool.tools.items()
+            }
+            self._thought_keys = {
+                name: prove_history(self._suffixes[name]) for name, own in configs.items() if own.history == "template"
             }
         except BaseException:
             self.pool.close()
@@ -140,7 +144,7 @@ class EpisodePlayer:
             replies = world.together(partial(without_refusals, answers), RequestError)
             world.together(partial(self._turn, running, replies), Exception)
         world.together(partial(self._end, episodes), Exception)
-        return samples_of(episodes)
+        return samples_of(episodes, may_branch=bool(self._thought_keys))
 
     def metrics(self, prompts: Prompts, samples: Samples) -> dict[str, float]:
         """The mean reward of each environment, where there are several; NaN where it has given none.
@@ -156,18 +160,28 @@ class EpisodePlayer:
         masks = {name: torch.tensor([own == name for own in of_B]) for name in self.configs}
         return {f"reward_mean_{PART}_{name}": reward_B[own].nanmean().item() for name, own in masks.items()}
 
+    def played(self, prompts: Prompts, samples: Samples) -> list[str] | None:
+        """The name of each sample's environment; None: there is one, without a name."""
+        names = environment_names(self.configs, prompts)
+        return None if [*self.configs] == [""] else [names[row] for row in samples.row_B.tolist()]
+
     def turns(self, samples: Samples) -> list[list[dict[str, Any]]]:
         """What was said in each sample, as texts.
 
-        In turn what the policy sampled (``sampled``), with the ``reward`` of its turn, and what followed.
+        In turn what the policy sampled (``sampled``), with the ``reward`` of its turn, and what followed. What begins a
+        branch has the tokens behind the prompt that are ``kept`` before it.
         """
         lengths = samples.length_B.tolist()
-        rewards = [None] * len(samples) if samples.reward_T is None else samples.reward_T.split(lengths)
-        columns = zip(samples.token_ids_T.split(lengths), samples.is_sampled_T.split(lengths), rewards, strict=True)
-        return [self._runs(ids.tolist(), mask.tolist(), own) for ids, mask, own in columns]
+        nothing = [None] * len(samples)
+        rewards = nothing if samples.reward_T is None else samples.reward_T.split(lengths)
+        kept = nothing if samples.kept_T is None else samples.kept_T.split(lengths)
+        columns = zip(
+            samples.token_ids_T.split(lengths), samples.is_sampled_T.split(lengths), rewards, kept, strict=True
+        )
+        return [self._runs(ids.tolist(), mask.tolist(), *own) for ids, mask, *own in columns]
 
     def _runs(
-        self, token_ids: list[int], is_sampled: list[bool], reward_T: torch.Tensor | None
+        self, token_ids: list[int], is_sampled: list[bool], reward_T: torch.Tensor | None, kept_T: torch.Tensor | None
     ) -> list[dict[str, Any]]:
         runs: list[dict[str, Any]] = []
         start = 0
@@ -176,6 +190,8 @@ class EpisodePlayer:
             runs.append({"sampled": sampled, "text": self.tokenizer.decode(token_ids[start:end])})
             if sampled and reward_T is not None:
                 runs[-1]["reward"] = float(reward_T[start:end].sum())
+            if kept_T is not None and (kept := int(kept_T[start])) >= 0:
+                runs[-1]["kept"] = kept
             start = end
         return runs
 
@@ -208,10 +224,13 @@ class EpisodePlayer:
                 continue
             suffixes = self._suffixes[episode.environment]
             messages = suffixes.without_special_tokens(answer["messages"])
-            given = self._tokens(episode, partial(suffixes.opening, episode.conversation, messages))
-            if given is not None:
+            given = self._made(episode, partial(suffixes.opening, episode.conversation, messages))
+            if given is not None and self._has_room(episode, len(given.token_ids), episode.left):
                 episode.add_given(given)
                 episode.conversation = suffixes.opened(episode.conversation, messages)
+                if episode.environment in self._thought_keys:
+                    key, prompt = self._thought_keys[episode.environment], prompts.texts[episode.row]
+                    episode.history = History(suffixes, key, prompt, episode.conversation)
         return episodes
 
     def _request(self, episode: Episode) -> Request:
@@ -253,25 +272,36 @@ class EpisodePlayer:
             return episode.stop("max_turns")
         suffixes = self._suffixes[episode.environment]
         messages = suffixes.without_special_tokens(messages)
+        conversation, said = episode.conversation, suffixes.style.said(reply, text)
+        if episode.history is not None:
+            said = episode.history.said(reply, text)
+        episode.conversation = suffixes.answered(conversation, said, messages)
+        if episode.history is not None:
+            make_again = partial(episode.history.rewritten, episode.conversation, reply, messages)
+            if (again := self._made(episode, make_again)) is not None:
+                if self._has_room(episode, len(again.token_ids), episode.max_tokens):
+                    episode.branch(again)
+                return
         ended = episode.token_ids[-1] in self._ends
-        conversation = episode.conversation
-        make = partial(suffixes.after_reply, conversation, reply, messages, ended=ended)
-        given = self._tokens(episode, make)
-        if given is not None:
+        given = self._made(episode, partial(suffixes.after_reply, conversation, reply, messages, ended=ended))
+        if given is not None and self._has_room(episode, len(given.token_ids), episode.left):
             episode.add_given(given)
-            episode.conversation = suffixes.answered(conversation, suffixes.style.said(reply, text), messages)
 
-    def _tokens(self, episode: Episode, make: Callable[[], Suffix]) -> Suffix | None:
-        """What follows; None, and the episode has ended, where they cannot be made or have no room."""
+    def _made(self, episode: Episode, make: Callable[[], _Answered]) -> _Answered | None:
+        """What a template makes; None, and the episode has failed, where it cannot."""
+        if not episode.running:
+            return None
         try:
-            given = make()
+            return make()
         except Exception as error:  # a template is code of the model's
             episode.fail(f"the chat template cannot be applied to its messages: {brief(error)}", "template")
             return None
-        if len(given.token_ids) >= episode.left:
+
+    def _has_room(self, episode: Episode, num_tokens: int, left: int) -> bool:
+        """Whether a reply may follow so many tokens; otherwise the episode has ended."""
+        if num_tokens >= left:
             episode.stop("max_new_tokens")
-            return None
-        return given
+        return episode.running
 
     def _end(self, episodes: Sequence[Episode]) -> None:
         """Ends the environments, and takes the rewards of whole episodes."""

@@ -80,7 +80,7 @@ class Suffixes:
 
     def opening(self, conversation: Conversation, messages: Sequence[Message]) -> Suffix:
         """What stands from the end of the prompt's last words to where the first reply begins, see `opened`."""
-        return self._suffix(self._split_opening(conversation, messages)[1])
+        return self.suffix(self._split_opening(conversation, messages)[1])
 
     def opened(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """The conversation after what an environment begins with.
@@ -106,7 +106,7 @@ class Suffixes:
             messages: the environment's.
             ended: whether an end token was sampled, not only a stop text.
         """
-        return self._suffix(self._after(conversation, reply, messages, ended=ended))
+        return self.suffix(self._after(conversation, reply, messages, ended=ended))
 
     def answered(self, conversation: Conversation, said: Message, messages: Sequence[Message]) -> Conversation:
         """The conversation after a reply and its answer.
@@ -125,20 +125,21 @@ class Suffixes:
         A space goes behind the first character of a special token's name.
         """
 
-        def plain(content: str) -> str:
-            return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", content)
+        return [message | {"content": self.plain(message["content"])} for message in messages]
 
-        return [message | {"content": plain(message["content"])} for message in messages]
+    def plain(self, text: str) -> str:
+        """A text that becomes no special token, see `without_special_tokens`."""
+        return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def _split_opening(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, str]:
-        text = self._render(self.opened(conversation, [{"content": MARK}, *messages]))
+        text = self.render(self.opened(conversation, [{"content": MARK}, *messages]))
         prompt, *rest = text.split(MARK)
         if len(rest) != 1:
             raise ValueError(f"the chat template shows the last message of the prompt {len(rest)} times")
         return prompt, rest[0]
 
     def _after(self, conversation: Conversation, reply: Parsed, messages: Sequence[Message], *, ended: bool) -> str:
-        text = self._render(self.answered(conversation, self.style.marked(reply), messages))
+        text = self.render(self.answered(conversation, self.style.marked(reply), messages))
         _, found, after = text.rpartition(MARK)
         if not found:
             raise ValueError("the chat template does not show a reply")
@@ -148,10 +149,12 @@ class Suffixes:
         place, end = min(places, key=lambda found: (found[0], -len(found[1])))
         return after[place + len(end) if ended else place :]
 
-    def _render(self, conversation: Conversation) -> str:
+    def render(self, conversation: Conversation) -> str:
+        """The text of a conversation, up to where a reply begins."""
         return conversation.render(self.tokenizer, self.limits)
 
-    def _suffix(self, text: str) -> Suffix:
+    def suffix(self, text: str) -> Suffix:
+        """The tokens of a text that stands before a reply."""
         return Suffix(self._encode(text), text.rstrip().endswith(self.style.form.thought[0]))
 
     def _encode(self, text: str) -> list[int]:

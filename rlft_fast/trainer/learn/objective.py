@@ -215,6 +215,14 @@ class Objective:
             AdvantageError: the advantage or the choice of tokens failed, or there is a critic and nothing for it to
                 learn.
         """
+        whole = self._prepare(batch.episodes(), seed)
+        if batch.episode_B is None:
+            return whole
+        made = {name: getattr(whole, name) for name in ("reward_T", "advantage_T", "return_T", "selected_T")}
+        return batch.replace(**made)
+
+    def _prepare(self, batch: Batch, seed: int) -> Batch:
+        """`prepare`, of a batch with one sequence per episode."""
         config = self.config
         batch = compute_advantages(self._with_rewards(batch), self.advantage, gamma=config.gamma, lam=config.lam)
         if batch.value_T is not None and batch.return_T is None:

@@ -3,92 +3,17 @@
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 import torch
-import trl
 
 from rlft_fast.config import DataConfig, EnvironmentConfig, SFTDataConfig
-from rlft_fast.rollout import Answers, Completion, Request, Rollout, SamplingParams, Span
-from rlft_fast.trainer.episodes import EpisodePlayer, environment_names
+from rlft_fast.rollout import Request
+from rlft_fast.trainer.episodes import environment_names
 from rlft_fast.trainer.prompts import load_prompts, read_sets
 from rlft_fast.trainer.supervised import load_rows
-from rlft_fast.world import World
-from tests.support.tiny_models import chat_tokenizer
+from tests.trainer.episodes.scripted import EOT, IM_END, in_turn
 from tests.trainer.toy import write_rows
-
-PLAYERS = Path(__file__).parents[2] / "envs" / "players.py"
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-IM_END, EOT = "<|im_end|>", "<|eot_id|>"
-SPECIAL = ["<|im_start|>", IM_END, EOT, "<|start_header_id|>", "<|end_header_id|>", "<end_of_turn>", "<|end|>",
-           "<|return|>", "<|user|>", "<|observation|>", "<turn|>", "<|END_OF_TURN_TOKEN|>"]  # fmt: skip
-
-
-class Scripted:
-    """A generator whose replies a function gives. It records every request."""
-
-    name = "scripted"
-
-    def __init__(self, reply: Callable[[Request], list[int]]) -> None:
-        self.reply, self.seen, self.episodes = reply, [], []
-
-    def load(self, weights, version) -> None: ...
-
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
-        answers: Answers = []
-        for request in requests:
-            ids = self.reply(request)[: request.max_new_tokens]
-            self.seen.append(([*request.token_ids], ids, request.seed))
-            self.episodes.append(request.episode)
-            reason = "stop" if ids and ids[-1] >= 256 else "length"
-            support = None if params.top_k is None else torch.tensor(ids, dtype=torch.int32).repeat(params.top_k, 1).T
-            answers.append(Completion(ids, [-0.5] * len(ids), reason, (Span(len(ids), 3),), support))
-        return answers
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), SPECIAL)
-
-
-@pytest.fixture
-def play(tmp_path, tokenizer):
-    """Plays one episode per row; returns samples, prompts, player and generator.
-
-    ``name`` is of a class of `players`, or has several by the names that rows have.
-    """
-    players = []
-
-    def run(rows, name, reply, template="qwen2_5", ends=(IM_END,), n=1, max_new_tokens=2000, top_k=None, **options):
-        tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
-        data = DataConfig(path=str(write_rows(tmp_path / "data.jsonl", rows)))
-        prompts = load_prompts(data, tokenizer, 4000)
-        columns = sorted({"prompt", *prompts.columns})
-        kinds = name if isinstance(name, dict) else {"": {"name": name, **options}}
-        configs = {
-            own: EnvironmentConfig(**values | {"name": f"{PLAYERS}:{values['name']}", "timeout_s": 20.0})
-            for own, values in kinds.items()
-        }
-        columns = dict.fromkeys(configs, columns)
-        player = EpisodePlayer(configs, columns, tokenizer, tokenizer.convert_tokens_to_ids([*ends]))
-        players.append(player)
-        prompts = player.prepare(prompts, 4000)
-        generator = Scripted(reply)
-        params = SamplingParams(n=n, max_new_tokens=max_new_tokens, top_k=top_k)
-        seeds = [[10 * row + number for number in range(n)] for row in range(len(prompts))]
-        samples = player.samples(Rollout(lambda: generator, World.current()), World.current(), prompts, params, seeds)
-        return samples, prompts, player, generator
-
-    yield run
-    for player in players:
-        player.close()
-
-
-def in_turn(tokenizer, *replies: str, end: str = IM_END) -> Callable[[Request], list[int]]:
-    left = [tokenizer.encode(reply + end, add_special_tokens=False) for reply in replies]
-    return lambda request: left.pop(0)
 
 
 def test_a_game_has_the_tokens_of_its_conversation(play, tokenizer):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import rlft_fast.trainer.models
 from rlft_fast.config import Config
@@ -76,6 +77,36 @@ def test_a_policy_learns_in_episodes(config, tmp_path):
         assert sum(turn.get("reward", 0) for turn in line["turns"]) == pytest.approx(line["reward"], abs=1e-12)
 
 
+def test_a_history_without_thoughts_is_learned_exactly(config, tmp_path):
+    """In one run every branch begins where the template leaves out a thought; in the other the policy sees all."""
+    model = tmp_path / "model"
+    dropping = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
+    (model / "chat_template.jinja").write_text(dropping.replace("a:{% endif", "a:<think>{% endif"))
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.add_tokens(["</think>"])
+    tokenizer.save_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        policy.get_output_embeddings().weight[tokenizer.convert_tokens_to_ids("</think>")] *= 12  # thoughts end often
+    policy.save_pretrained(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, *range(0, 256, 5)]}))
+    lines = {}
+    for history in ("keep", "template"):
+        environment = {"name": f"{ENVIRONMENTS}:Letters", "history": history}
+        train(config(history, environment=environment, steps=2, algorithm__advantage="reinforce++"))
+        lines[history] = read_lines(tmp_path / history / "metrics.jsonl")
+    assert [1 < line["branches_mean"] <= line["turns_mean"] <= 3 for line in lines["template"]] == [True] * 2
+    for line in lines["keep"] + lines["template"]:
+        assert line["mismatch_max"] < 1e-4
+        assert line["ratio_max"] == 1.0
+        assert line["environment_failed_mean"] == 0
+    samples = read_lines(tmp_path / "template" / "samples.jsonl")
+    begun = [turn for line in samples for turn in line["turns"] if "kept" in turn]
+    assert begun
+    assert not any("</think>" in turn["text"] for turn in begun)
+    assert any("</think>" in turn["text"] for line in samples for turn in line["turns"] if turn["sampled"])
+
+
 def test_a_function_for_held_out_answers_replaces_the_environment(config, tmp_path):
     function = "rlft_fast.rewards:response_length"
     given = config(evaluation={"path": str(tmp_path / "rows.jsonl"), "function": function})
@@ -104,6 +135,10 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
         of_each = [line[f"reward_mean_environment_{name}"] for name in kinds]
         assert 0 < of_each[0] < 1
         assert of_each[1] == 0.25
+    played = {line["environment"]: set() for line in read_lines(tmp_path / "whole/samples.jsonl")}
+    for line in read_lines(tmp_path / "whole/samples.jsonl"):
+        played[line["environment"]].add(line["prompt"][2])
+    assert played == {"letters": {"s", "m"}, "echo": {"s", "r"}}
     with pytest.raises(ValueError, match=r"rows 2, 3 .* have the environment 'echo', expected a name of environments"):
         train(config("wrong", **changes | {"environments": {"letters": kinds["letters"]}}))
 
