@@ -16,7 +16,6 @@ import yaml
 from rlft_fast.cluster import (
     DP_COMPUTE_PROTO,
     ActorRolloutRefWorker,
-    CriticWorker,
     Generators,
     RemoteEngine,
     TotalUsage,
@@ -46,7 +45,7 @@ pytestmark = [
 def cluster():
     import ray
 
-    connect(num_cpus=5)
+    connect(num_cpus=8)
     yield
     ray.shutdown()
 
@@ -81,37 +80,17 @@ def test_log_probs_are_those_of_one_process(actor, alone, num_sequences):
     )
 
 
-class Adder(Worker):
-    """A worker without a model: a function of each token, and one of each sequence."""
+class Plain(Worker):
+    """A worker without a model: a function of each token, one of each sequence, and a method that tells when it ran."""
 
     @staticmethod
     def engine_configs(config):
-        return {"adder": config.actor}
+        return {"plain": config.actor}
 
-    @register(DP_COMPUTE_PROTO, engine="adder")
+    @register(DP_COMPUTE_PROTO, engine="plain")
     def compute(self, share):
         batch = share.batch
         return {"value_T": batch.input_ids_T.float() + batch.position_ids_T / 100, "reward_B": batch.reward_B * 2}
-
-
-@pytest.mark.parametrize("num_workers", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 3])
-def test_a_batch_of_any_size(config, num_workers):
-    import ray
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have the tests
-    with WorkerGroup(Adder, config, num_workers) as group:
-        for num_sequences in range(1, 18):
-            batch = make_batch(num_sequences)
-            found, expected = group.compute(batch), Adder.compute(None, Share(batch, np.array([0, num_sequences])))
-            assert all(torch.equal(found[name], values) for name, values in expected.items())
-
-
-class Clock(Worker):
-    """A worker that tells when it worked."""
-
-    @staticmethod
-    def engine_configs(config):
-        return {}
 
     @register(DP_COMPUTE_PROTO)
     def work(self, rows, *, seconds, fails=False):
@@ -124,30 +103,67 @@ class Clock(Worker):
         return {"row": rows, "begin": [started] * len(rows), "end": [time.time()] * len(rows)}
 
 
-def test_groups_work_at_the_same_time(config):
+@pytest.fixture(scope="module")
+def groups(config):
+    """Of two workers and of one."""
     import ray
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with WorkerGroup(Clock, config, 2) as first, WorkerGroup(Clock, config, 1) as second:
-        found = results({"a": first.work.submit([5, 6, 7], seconds=2), "b": second.work.submit([8], seconds=2)})
-        assert (found["a"]["row"], found["b"]["row"]) == ([5, 6, 7], [8])
-        times = [found[name] for name in found]
-        assert max(max(x["begin"]) for x in times) < min(min(x["end"]) for x in times)
-        fails = {"a": first.work.submit([5, 6], seconds=0, fails=True), "b": second.work.submit([9], seconds=0)}
-        with pytest.raises(ValueError, match="row 6 cannot be worked on") as raised:
-            results(fails)
-        assert raised.value.__notes__ == ["raised by worker 1 of Clock"]
-        assert fails["b"].result()["row"] == [9]  # the other call's result is still there
-        first.take_usage()
-        assert first.work(rows=[1, 2], seconds=0.5)["row"] == [1, 2]
-        assert first.work(rows=[1, 2], seconds=0.5)["row"] == [1, 2]
-        usage = first.take_usage()
-        assert 1 < usage.peak_bytes / 2**30 < 2  # the peak of the second worker, in these calls alone
-        assert usage.seconds > 1
-        assert usage.busy_seconds == pytest.approx([0.5, 1.0])
-        assert first.take_usage() == TotalUsage()
-        with pytest.raises(TypeError, match=r"Clock\.work: missing a required argument: 'seconds'"):
-            first.work.submit([1])
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have the tests
+    with WorkerGroup(Plain, config, 2) as first, WorkerGroup(Plain, config, 1) as second:
+        yield first, second
+
+
+def check_batches_of_any_size(group):
+    for num_sequences in range(1, 18):
+        batch = make_batch(num_sequences)
+        found, expected = group.compute(batch), Plain.compute(None, Share(batch, np.array([0, num_sequences])))
+        assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
+def test_a_batch_of_any_size(groups):
+    for group in groups:
+        check_batches_of_any_size(group)
+
+
+@pytest.mark.long
+def test_a_batch_of_any_size_on_three_workers(config):
+    with WorkerGroup(Plain, config, 3) as group:
+        check_batches_of_any_size(group)
+
+
+def test_groups_work_at_the_same_time(groups):
+    first, second = groups
+    found = results({"a": first.work.submit([5, 6, 7], seconds=2), "b": second.work.submit([8], seconds=2)})
+    assert (found["a"]["row"], found["b"]["row"]) == ([5, 6, 7], [8])
+    times = [found[name] for name in found]
+    assert max(max(x["begin"]) for x in times) < min(min(x["end"]) for x in times)
+    fails = {"a": first.work.submit([5, 6], seconds=0, fails=True), "b": second.work.submit([9], seconds=0)}
+    with pytest.raises(ValueError, match="row 6 cannot be worked on") as raised:
+        results(fails)
+    assert raised.value.__notes__ == ["raised by worker 1 of Plain"]
+    assert fails["b"].result()["row"] == [9]  # the other call's result is still there
+    first.take_usage()
+    assert first.work(rows=[1, 2], seconds=0.5)["row"] == [1, 2]
+    assert first.work(rows=[1, 2], seconds=0.5)["row"] == [1, 2]
+    usage = first.take_usage()
+    assert 1 < usage.peak_bytes / 2**30 < 2  # the peak of the second worker, in these calls alone
+    assert usage.seconds > 1
+    assert usage.busy_seconds == pytest.approx([0.5, 1.0])
+    assert first.take_usage() == TotalUsage()
+    with pytest.raises(TypeError, match=r"Plain\.work: missing a required argument: 'seconds'"):
+        first.work.submit([1])
+
+
+def test_a_killed_worker_is_named_within_ten_seconds(groups):
+    _, group = groups  # which no later test needs
+    (pid,) = group.pids()
+    os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="worker 0 of Plain died"):
+        group.work(rows=[1], seconds=0)
+    assert time.monotonic() - started < 10
+    with pytest.raises(WorkerError, match="the group has ended"):
+        group.work(rows=[1], seconds=0)
 
 
 class Surprise:
@@ -223,26 +239,13 @@ def test_a_failing_method_leaves_the_group_alive(actor):
     assert len(actor.compute_log_prob(make_batch(1))["logprob_T"])
 
 
-def test_a_killed_worker_is_named_within_ten_seconds(config):
-    with WorkerGroup(CriticWorker, config, 1) as critic:
-        critic.init_model(10)
-        (pid,) = critic.pids()
-        os.kill(pid, signal.SIGKILL)
-        started = time.monotonic()
-        with pytest.raises(WorkerError, match="worker 0 of CriticWorker died"):
-            critic.compute_values(make_batch(3))
-        assert time.monotonic() - started < 10
-        with pytest.raises(WorkerError, match="the group has ended"):
-            critic.compute_values(make_batch(3))
-
-
 def test_what_the_cluster_cannot_give_is_refused(config, tmp_path):
-    with pytest.raises(ValueError, match="ActorRolloutRefWorker 8 CPUs, and the cluster has 5 CPUs"):
-        WorkerGroup(ActorRolloutRefWorker, config, 8)
+    with pytest.raises(ValueError, match="ActorRolloutRefWorker 9 CPUs, and the cluster has 8 CPUs"):
+        WorkerGroup(ActorRolloutRefWorker, config, 9)
     with pytest.raises(ValueError, match="ActorRolloutRefWorker 1 GPU, and the cluster has 0 GPUs"):
         WorkerGroup(ActorRolloutRefWorker, config, 1, gpus=1)
     generators = {"rollout__backend": "vllm", "cluster": {"generators": {"num_workers": 9, "cpus": 1}}}
-    with pytest.raises(ValueError, match="generators 9 CPUs, and the cluster has 5 CPUs"):
+    with pytest.raises(ValueError, match="generators 9 CPUs, and the cluster has 8 CPUs"):
         Generators(toy_config(Path(config.model), tmp_path, **generators))
 
 

@@ -29,6 +29,8 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray: make test-ray"),
 ]
+KILLS = int(os.environ.get("RLFT_KILLS", "3"))
+NUM_STEPS = max(3, 2 * KILLS)
 WORKERS = ["--ray", "--cluster.actor.num_workers", "2"]
 TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2", "-m", "rlft_fast"]
 
@@ -91,11 +93,10 @@ def test_the_run_of_torchrun(steps, tiny_model, tmp_path):
 def test_episodes(config, tmp_path):
     """The driver plays them, and also held-out ones; each worker answers in the prompts of its rank."""
     held_out = {"path": str(tmp_path / "rows.jsonl"), "temperature": 1.0, "every": 1}
-    path = write(tmp_path, config(evaluation=held_out).model_dump(mode="json"))
+    path = write(tmp_path, config(evaluation=held_out, checkpoint__max_num=3).model_dump(mode="json"))
     train(TORCHRUN, path, "--output_dir", str(tmp_path / "torchrun"))
-    ray = [*WORKERS, "--output_dir", str(tmp_path / "ray")]
-    train(ALONE, path, *ray, "--steps", "1")
-    train(ALONE, path, *ray, "--resume")
+    shutil.copytree(tmp_path / "torchrun", tmp_path / "ray")
+    train(ALONE, path, *WORKERS, "--output_dir", str(tmp_path / "ray"), "--resume", "step_1")
     same_runs(tmp_path / "torchrun", tmp_path / "ray")
     lines = [line for line in read_lines(tmp_path / "ray" / "metrics.jsonl") if "reward_mean" in line]
     assert len(lines) == 3
@@ -146,40 +147,45 @@ def test_a_teacher_with_workers_of_its_own(tiny_model, tmp_path):
     same_runs(tmp_path / "torchrun", tmp_path / "ray")
 
 
-def test_either_continues_what_the_other_saved(tiny_model, tmp_path):
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model, tmp_path_factory) -> Path:
+    """Folder with the configuration of a run that reads the estimates of a curriculum, and the run under torchrun."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    changes = GRPO | CURRICULUM | {"checkpoint": {"every": 1, "max_num": NUM_STEPS}}
+    config = write(folder, toy_values(tiny_model("llama"), folder, steps=NUM_STEPS, **changes))
+    train(TORCHRUN, config, "--output_dir", str(folder / "whole"))
+    return folder
+
+
+def test_either_continues_what_the_other_saved(undisturbed, tmp_path):
     """Also the estimates of a curriculum, and groups that stop early."""
-    values = toy_values(tiny_model("llama"), tmp_path, **GRPO, **CURRICULUM, checkpoint={"every": 1})
-    config = write(tmp_path, values)
-    train(TORCHRUN, config, "--output_dir", str(tmp_path / "whole"))
-    mixed = ["--output_dir", str(tmp_path / "mixed")]
-    train(TORCHRUN, config, *mixed, "--steps", "1")
-    train(ALONE, config, *mixed, *WORKERS, "--cluster.reference.num_workers", "2", "--resume", "--steps", "2")
-    train(TORCHRUN, config, *mixed, "--resume")
-    same_runs(tmp_path / "whole", tmp_path / "mixed")
+    config, mixed = undisturbed / "config.yaml", tmp_path / "mixed"
+    shutil.copytree(undisturbed / "whole", mixed)
+    options = ["--output_dir", str(mixed), "--resume"]
+    train(ALONE, config, *options, "step_1", *WORKERS, "--cluster.reference.num_workers", "2", "--steps", "2")
+    train(TORCHRUN, config, *options)
+    same_runs(undisturbed / "whole", mixed)
 
 
-def test_a_run_outlives_its_workers(tiny_model, tmp_path):
+def test_a_run_outlives_its_workers(undisturbed, tmp_path):
     """kill -9 of a worker at random moments: the final weights are those of a run that nothing has disturbed."""
-    kills = int(os.environ.get("RLFT_KILLS", "3"))
-    values = toy_values(tiny_model("llama"), tmp_path, steps=2 * kills, **GRPO, checkpoint={"every": 1})
-    config = write(tmp_path, values)
-    train(ALONE, config, *WORKERS, "--output_dir", str(tmp_path / "whole"))
+    config = undisturbed / "config.yaml"
     command = [*ALONE, "train", str(config), *WORKERS, "--output_dir", str(tmp_path / "killed")]
     metrics = tmp_path / "killed" / "metrics.jsonl"
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as run:  # fmt: skip
-        for kill in range(kills):
+        for kill in range(KILLS):
             wait_for(lambda n=2 * kill + 1: metrics.exists() and len(metrics.read_text().splitlines()) >= n, run)
             time.sleep(random.Random(kill).uniform(0, 0.3))
             os.kill(random.Random(kill).choice(workers_of(run)), signal.SIGKILL)
         output, errors = run.communicate(timeout=300)
     assert run.returncode == 0, errors[-3000:]
-    assert len(re.findall(r"warning: worker \d of ColocatedWorker died: .*\. Starting new workers", output)) == kills, (
+    assert len(re.findall(r"warning: worker \d of ColocatedWorker died: .*\. Starting new workers", output)) == KILLS, (
         output
     )
-    same_runs(tmp_path / "whole", tmp_path / "killed")
+    same_runs(undisturbed / "whole", tmp_path / "killed")
 
 
 def test_a_run_saves_and_ends_when_its_cluster_loses_the_head(tiny_model, tmp_path):
