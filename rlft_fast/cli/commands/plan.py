@@ -31,8 +31,7 @@ def run(arguments: list[str]) -> int:
         _parser().error(f"--gpus must be at most {_MOST_GPUS}, got {own.gpus}")
     config = load_config(positional[0], overrides)
     print(f"{printable(config.model)} on {own.gpus} GPUs of {own.memory:g} GB", flush=True)  # before torch is imported
-    sizes = shard_sizes(config, own)
-    fits = [report(config, own.gpus, shard_size, own.memory * 1e9) for shard_size in sizes]
+    fits = [report(config, own.gpus, shard_size, own.memory * 1e9) for shard_size in shard_sizes(config, own)]
     if any(fits):
         return 0
     report_advice(config, own.gpus, own.memory * 1e9)
@@ -46,7 +45,7 @@ def _parser() -> Parser:
         description="Compute what the run of CONFIG needs on each of N GPUs: memory by part and phase, the largest "
         "token cap of the policy that fits, and the bytes sent per optimizer step. There are two plans: the policy "
         "sharded over all GPUs, and sharded over the GPUs of one node (HSDP). Only config.json of each model is read. "
-        "If nothing fits, the fastest settings that fit are printed, and the exit status is 1.",
+        "If nothing fits, the fastest settings that fit are printed, or what is missing, and the exit status is 1.",
         epilog="`rlft-fast train --help` explains every --key.",
         allow_abbrev=False,
     )
@@ -61,10 +60,18 @@ def _parser() -> Parser:
 
 
 def shard_sizes(config: RunConfig, own: argparse.Namespace) -> list[int]:
-    """Shard sizes to plan: all GPUs, the GPUs of a node if nodes divide all GPUs, and the configured shard_size."""
+    """Shard sizes to plan: all GPUs, the GPUs of a node if nodes divide all GPUs, and the configured shard_size.
+
+    A node's GPUs are left out where their state alone exceeds the memory: the plan of a large model takes seconds.
+    """
+    from rlft_fast.engine.memory import surely_exceeds
+
     configured = config.actor.shard_size
-    sizes = {own.gpus} | ({own.gpus_per_node} if own.gpus % own.gpus_per_node == 0 else set())
-    return sorted(sizes | ({configured} if isinstance(configured, int) and configured > 0 else set()), reverse=True)
+    sizes = {own.gpus} | ({configured} if isinstance(configured, int) and configured > 0 else set())
+    node = _sharded(config, own.gpus_per_node)
+    if own.gpus % own.gpus_per_node == 0 and not surely_exceeds(node, own.gpus, own.memory * 1e9, "cuda"):
+        sizes.add(own.gpus_per_node)
+    return sorted(sizes, reverse=True)
 
 
 def report(config: RunConfig, world_size: int, shard_size: int, memory_bytes: float) -> bool:

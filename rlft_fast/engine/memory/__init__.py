@@ -24,7 +24,7 @@ from rlft_fast.engine.memory.fit import (
     choose,
     fitting_changes,
 )
-from rlft_fast.engine.memory.run import MemoryPlan, largest_actor_max_tokens, plan_memory
+from rlft_fast.engine.memory.run import MemoryPlan, largest_actor_max_tokens, plan_memory, surely_exceeds
 
 __all__ = [
     "DoesNotFitError",
@@ -39,4 +39,5 @@ __all__ = [
     "fitting_changes",
     "largest_actor_max_tokens",
     "plan_memory",
+    "surely_exceeds",
 ]

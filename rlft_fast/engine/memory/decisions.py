@@ -27,7 +27,8 @@ def decisions(
 ) -> Iterator[list[dict[str, Any]]]:
     """Decisions that lower memory: for each the changes of the configuration among which to choose.
 
-    Two models that train and do not fit get the same settings, since the combinations of their own are too many.
+    Two models that train and do not fit get the same settings, since the combinations of their own are too many. A
+    decision without choices means that nothing helps.
 
     Args:
         config: configuration of the run.
@@ -58,8 +59,9 @@ def _decisions_of_rollout(
     config: Config, world_size: int, memory_bytes: float, device_type: str, failing: list[str], *, refused: bool
 ) -> Iterator[list[dict[str, Any]]]:
     rollout = config.rollout
-    if device_type == "cuda" and _shares_vllm(config) and (refused or "sync" in failing):
-        yield _choices("rollout.vllm.tensor_parallel", _wider_generators(config, world_size, memory_bytes))
+    if refused or (device_type == "cuda" and _shares_vllm(config) and "sync" in failing):
+        wider = _wider_generators(config, world_size, memory_bytes) if _shares_vllm(config) else []
+        yield _choices("rollout.vllm.tensor_parallel", wider)[refused:]
     if rollout.backend == "hf" and "generate" in failing:
         smaller = [2**n for n in reversed(range((rollout.batch_size - 1).bit_length()))]
         yield _choices("rollout.batch_size", smaller)

@@ -133,8 +133,10 @@ def least_bytes(
 ) -> int:  # fmt: skip
     """Bytes that a training model keeps between micro-batches: a bound that takes no simulation.
 
-    Arguments as in `plan_engine_memory`.
+    Arguments as in `plan_engine_memory`. Where memory decides `reduce_every_micro_batch`, no gradients wait.
     """
+    if config.reduce_every_micro_batch == "auto":
+        config = config.model_copy(update={"reduce_every_micro_batch": True})
     config = config.for_device(device_type)
     model, work = prepare(path, config, world_size, device_type, head, trains=True, memory_bytes=memory_bytes)
     waiting = waiting_gradient_bytes(model, config, world_size, num_micro_batches)

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Container
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rlft_fast.config import Config, RunConfig
@@ -193,8 +192,11 @@ def propose(
     if among is not None:
         choices = [only(decision, among) for decision in choices]
     search = Search(config, plan, world_size, memory_bytes, device_type, host_bytes)
-    found = search.fastest(choices, planned)
-    return found if found.fits or among is not None else replace(found, enough_ranks=search.enough_ranks(found.changes))
+    combinations = search.combinations(choices)
+    found = search.fastest(combinations, planned)
+    if found is None and among is None:
+        found = search.least(combinations, planned)
+    return found or Proposal(fits=False, changes={}, plan=plan)
 
 
 def _missing(proposal: Proposal, memory_bytes: float, host_bytes: float) -> str:

@@ -69,10 +69,11 @@ class GeneratorMemory:
         )
         if not (self.in_vllm and self.on_gpu and self.awake_bytes) or needed <= self.awake_bytes:
             return ""
+        enough = math.ceil(needed * self.rollout.vllm.tensor_parallel_size / self.awake_bytes)
         return (
             f"rollout.vllm.gpu_memory_utilization {self.rollout.vllm.gpu_memory_utilization:g} gives vLLM "
             f"{self.awake_bytes / 2**30:.2f} GiB, but its weights and the cache of one sequence take "
-            f"{needed / 2**30:.2f}: raise it, or rollout.vllm.tensor_parallel"
+            f"{needed / 2**30:.2f}: raise it, or rollout.vllm.tensor_parallel to at least {enough}, on as many GPUs"
         )
 
     def _cache_bytes(self) -> int:

@@ -256,7 +256,6 @@ def surely_exceeds(config: RunConfig, world_size: int, memory_bytes: float, devi
 
     Arguments and errors as in `plan_memory`.
     """
-    config = config.for_device(device_type)
     ranks = ranks_of(config, world_size)
     return any(
         least_bytes(

@@ -58,7 +58,7 @@ class Proposal:
         fits: whether a combination fits.
         changes: values by dotted key of the fastest that fits; or else of a combination that takes the least memory.
         plan: its plan; or else a bound of its plan.
-        enough_ranks: if it does not fit, from `Search.enough_ranks`.
+        enough_ranks: if it does not fit, a number of ranks with which it would fit, about; 0 if no number is enough.
     """
 
     fits: bool
@@ -86,6 +86,7 @@ class Search:
         self.config, self.plan = config.for_device(device_type), plan
         self.world_size, self.memory_bytes = world_size, memory_bytes
         self.device_type, self.host_bytes = device_type, host_bytes
+        self._has_learned = False
         ranks = ranks_of(self.config, world_size)
         self.trained = {
             name: _Trained(role, plan.engines[name], ranks[name], memory_bytes)
@@ -93,34 +94,63 @@ class Search:
             if role.trains
         }
 
-    def fastest(self, decisions: list[list[Changes]], planned: Callable[[Changes], MemoryPlan | None]) -> Proposal:
-        """The fastest combination that fits.
+    def combinations(self, decisions: list[list[Changes]]) -> list[tuple[Changes, RunConfig]]:
+        """All combinations with their configurations, the fastest first.
 
         Args:
             decisions: for each decision the changes of the configuration among which to choose.
-            planned: returns the plan of the configuration with changes; None if the run cannot have them.
         """
-        combinations = [
+        combined = [
             {key: value for changes in choice for key, value in changes.items()} for choice in product(*decisions)
         ]
-        configs = [(changes, _changed(self.config, changes)) for changes in combinations]
-        least = Proposal(fits=False, changes={}, plan=self.plan)
-        for changes, config in sorted(configs, key=lambda pair: self.seconds(pair[1])):
+        configs = [(changes, _changed(self.config, changes)) for changes in combined if changes]
+        return sorted(configs, key=lambda pair: self.seconds(pair[1]))
+
+    def fastest(
+        self, combinations: list[tuple[Changes, RunConfig]], planned: Callable[[Changes], MemoryPlan | None]
+    ) -> Proposal | None:
+        """The fastest combination that fits; None if no combination is found to fit.
+
+        Args:
+            combinations: from `combinations`.
+            planned: returns the plan of the configuration with changes; None if the run cannot have them.
+        """
+        for changes, config in combinations:
             bound = self.bound(config)
-            if bound is None or not changes:
+            if bound is None or not bound.fits(self.memory_bytes, self.host_bytes):
                 continue
-            if bound.fits(self.memory_bytes, self.host_bytes):
-                plan = planned(changes)
-                if plan is None:
-                    continue
-                if plan.fits(self.memory_bytes, self.host_bytes):
-                    return Proposal(fits=True, changes=changes, plan=plan)
-                for name, engine in plan.engines.items():
-                    self.trained[name].learn(run_roles(config)[name].config, engine)
-                bound = plan
-            if self._excess(bound) < self._excess(least.plan):
-                least = Proposal(fits=False, changes=changes, plan=bound)
-        return least
+            plan = planned(changes)
+            if plan is not None and plan.fits(self.memory_bytes, self.host_bytes):
+                return Proposal(fits=True, changes=changes, plan=plan)
+            if plan is not None:
+                self._learn(config, plan)
+        return None
+
+    def least(
+        self, combinations: list[tuple[Changes, RunConfig]], planned: Callable[[Changes], MemoryPlan | None]
+    ) -> Proposal:
+        """The combination that takes the least memory, after `fastest` has found none. Arguments as there.
+
+        If `fastest` has planned nothing, the combination is planned. It may fit all the same.
+        """
+        changes, config, bound = self._least(combinations)
+        if changes and not self._has_learned and (plan := planned(changes)) is not None:
+            if plan.fits(self.memory_bytes, self.host_bytes):
+                return Proposal(fits=True, changes=changes, plan=plan)
+            self._learn(config, plan)
+            changes, config, bound = self._least(combinations)
+        return Proposal(fits=False, changes=changes, plan=bound, enough_ranks=self.enough_ranks(changes))
+
+    def _least(self, combinations: list[tuple[Changes, RunConfig]]) -> tuple[Changes, RunConfig, MemoryPlan]:
+        unchanged: tuple[Changes, RunConfig, MemoryPlan] = {}, self.config, self.plan
+        bounds = ((changes, config, self.bound(config)) for changes, config in combinations)
+        possible = [(changes, config, bound) for changes, config, bound in bounds if bound is not None]
+        return min([unchanged, *possible], key=lambda found: self._excess(found[2]))
+
+    def _learn(self, config: RunConfig, plan: MemoryPlan) -> None:
+        roles, self._has_learned = run_roles(config), True
+        for name, engine in plan.engines.items():
+            self.trained[name].learn(roles[name].config, engine)
 
     def enough_ranks(self, changes: Changes) -> int:
         """A number of ranks with which a combination that does not fit would fit, about; 0 if no number is enough."""
@@ -201,6 +231,7 @@ class _Trained:
         workspace = engine.memory["logits workspace"]
         self.bytes_per_row = {mode: (kept * share + workspace) / _rows(role.config) for mode, share in _KEPT.items()}
         self.rest = dict.fromkeys(_KEPT, _rest(engine))
+        self.gathered = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -220,13 +251,16 @@ class _Trained:
         in_all = engine.memory["activations"] + engine.memory["logits workspace"]
         self.bytes_per_row[config.activation_checkpointing] = in_all / _rows(config)
         self.rest[config.activation_checkpointing] = _rest(engine)
+        if config.activation_checkpointing == "full":
+            self.gathered = engine.memory["gathered units"]
 
     def bytes_at_least(self, config: EngineConfig, num_micro_batches: int) -> int:
         """Bytes of an update."""
         mode = config.activation_checkpointing
         state = 0 if config.cpu_offload else self._kept(config)[0]
         waiting = self._waiting(config.reduce_every_micro_batch is True, config.cpu_offload, num_micro_batches > 1)
-        return int(state + waiting + self.rest[mode] + self.bytes_per_row[mode] * _rows(config))
+        # The units of one moment are on the device together, whatever else waits there.
+        return int(state + waiting + max(self.rest[mode] + self.bytes_per_row[mode] * _rows(config), self.gathered))
 
     def update_seconds(self, config: EngineConfig, num_micro_batches: int, rows: float) -> float:
         ranks = config.sequence_parallel

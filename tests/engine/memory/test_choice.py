@@ -1,13 +1,17 @@
 """What memory decides: activation checkpointing, the reduction of gradients, and vLLM's ranks."""
 
+import re
+import time
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
+from rlft_fast.cli import main
 from rlft_fast.config import Config
+from rlft_fast.engine.memory import simulation
 from rlft_fast.engine.memory.decisions import changed
 from rlft_fast.engine.memory.engine import USABLE
 from rlft_fast.engine.memory.fit import DoesNotFitError, check_run, choose
@@ -114,6 +118,28 @@ QWEN3_30B_A3B = Qwen3MoeConfig(
 )  # fmt: skip
 
 
+LLAMA_70B = LlamaConfig(**LLAMA_8B.to_dict() | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "head_dim": 128,
+})  # fmt: skip
+QWEN2_5_32B = Qwen2Config(
+    hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8,
+    vocab_size=152064, tie_word_embeddings=False,
+)  # fmt: skip
+QWEN2_5_72B = Qwen2Config(
+    hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+    vocab_size=152064, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def large_run(model: PretrainedConfig, folder: Path) -> Config:
+    """Steps of 1,024 answers of up to 8k tokens. vLLM has two fifths of each GPU."""
+    rollout = {"prompts_per_step": 128, "samples_per_prompt": 8, "max_prompt_tokens": 1024, "max_new_tokens": 7168}
+    values = {"model": str(folder), "output_dir": "run", "steps": 1, "data": {"task": "chain_sum"}}
+    run_of(model, folder)
+    return Config.parse(values | {"rollout": rollout | {"backend": "vllm"}})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "num_gpus", "expected"),
@@ -124,12 +150,35 @@ QWEN3_30B_A3B = Qwen3MoeConfig(
     ids=["llama-8b", "qwen3-30b-a3b"],
 )
 def test_large_models_start_with_the_defaults(model, num_gpus, expected, tmp_path):
-    """Steps of 1,024 answers of up to 8k tokens, on GPUs of 80 GB. 32 of them are vLLM's."""
-    rollout = {"prompts_per_step": 128, "samples_per_prompt": 8, "max_prompt_tokens": 1024, "max_new_tokens": 7168}
-    values = {"model": str(tmp_path), "output_dir": "run", "steps": 1, "data": {"task": "chain_sum"}}
-    run_of(model, tmp_path)
-    config = Config.parse(values | {"rollout": rollout | {"backend": "vllm"}})
+    config = large_run(model, tmp_path)
     choice = check_run(config, num_gpus, 80e9, "cuda", 100e9)
     assert choice.values == expected
     assert choice.plan is not None
     assert choice.plan.fits(80e9)
+
+
+# CPU seconds of the whole command beside busy neighbours were 2 to 6, and 11 for DeepSeek-V3. The bar is three times as
+# much, and five times for the cheap ones. Seconds grow with the passes, so their number has a bar of its own.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "most_seconds", "answer"),
+    [
+        (LLAMA_8B, 8, 15, "chosen by memory: --actor.activation_checkpointing full"),
+        (LLAMA_70B, 8, 20, "It fits with --actor.max_tokens 8192 --actor.activation_checkpointing full"),
+        (QWEN2_5_32B, 32, 20, "chosen by memory: --actor.activation_checkpointing full"),
+        (QWEN2_5_72B, 64, 20, "chosen by memory: --actor.activation_checkpointing full"),
+        (QWEN3_30B_A3B, 16, 25, "chosen by memory: --actor.activation_checkpointing full"),
+        (DeepseekV3Config(), 64, 33, r"'update actor' takes at least 11\d\.\d GB of 72.0 with any: use devices"),
+        (DeepseekV3Config(), 8, 33, r"raise it, or rollout\.vllm\.tensor_parallel to at least 44, on as many GPUs"),
+    ],
+    ids=["llama-8b", "llama-70b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v3-8"],
+)
+def test_plans_take_seconds(model, num_gpus, most_seconds, answer, tmp_path, capsys):
+    """Each names a setting, or what is missing."""
+    file = tmp_path / "run.json"
+    file.write_text(large_run(model, tmp_path / "model").model_dump_json())
+    passes, started = simulation._simulate.cache_info().misses, time.process_time()
+    main(["plan", str(file), "--gpus", str(num_gpus), "--memory", "80"])
+    assert time.process_time() - started <= most_seconds
+    assert simulation._simulate.cache_info().misses - passes <= 6
+    assert re.search(answer, capsys.readouterr().out)

@@ -274,7 +274,8 @@ def test_the_fastest_of_all_combinations_is_found(needed, long_run):
         return plan_memory(changed(config, changes), 4, memory)
 
     search = Search(config, plan({}), 4, memory, "cuda", 80 * GIB)
-    found = search.fastest(decisions, plan)
+    found = search.fastest(search.combinations(decisions), plan)
+    assert found is not None
     assert len(planned) <= 4
     everything = [{key: x for part in parts for key, x in part.items()} for parts in product(*decisions)]
     fitting = [changes for changes in everything if plan(changes).fits(memory)]
