@@ -161,13 +161,16 @@ def plan_batch(
     longest_paths = _PATHS_PER_TOKEN * max_tokens
     if batch.unit_B is not None:
         unit_B = _numbers(batch.unit_B.tolist())
+        tree = _tree(batch, used_B, unit_B)
     else:
         number_B = _prompt_numbers(batch, prompt_B)
         tree = _tree(batch, used_B, number_B)
         share = int((used_B - tree.shared_B).sum()) // (_UNITS_PER_RANK * world_size)
         limit = min(max_tokens, max(share, int(used_B.max(initial=0))))
         unit_B = _cut(number_B, prompt_B, used_B, tree, limit, most, longest_paths)
-    num_rows = _num_rows(batch, used_B, unit_B)
+        if unit_B.max(initial=-1) > number_B.max(initial=-1):  # a cut parts sequences from their parents
+            tree = _tree(batch, used_B, unit_B)
+    num_rows = np.bincount(unit_B, used_B - tree.shared_B).astype(np.int64)
     _check_units(unit_B, num_rows, max_tokens)
     common = _common_prefix(batch, used_B)  # runs once in every micro-batch
     num_rows, max_tokens = (num_rows - common).clip(1), max(max_tokens - common, 1)
@@ -196,13 +199,6 @@ def _tree(batch: Batch, used_B: np.ndarray, root_B: np.ndarray) -> PrefixTree:
     """The prefix tree of the batch in its order, apart for each number of a root and for different images."""
     root_B = _numbers(zip(root_B.tolist(), _image_numbers(batch).tolist(), strict=True))
     return prefix_tree(batch.input_ids_T.numpy(), batch.cu_seqlens.numpy()[:-1], used_B, root_B)
-
-
-def _num_rows(batch: Batch, used_B: np.ndarray, unit_B: np.ndarray) -> np.ndarray:
-    """(units,) rows that run: every prefix of a unit once."""
-    num_rows = np.zeros(unit_B.max(initial=-1) + 1, np.int64)
-    np.add.at(num_rows, unit_B, used_B - _tree(batch, used_B, unit_B).shared_B)
-    return num_rows
 
 
 def _common_prefix(batch: Batch, used_B: np.ndarray) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_FIRST_BLOCK, _GROWTH = 64, 8  # most sequences differ soon, and equal prompts are long
+_FIRST_BLOCK, _GROWTH = 512, 8  # so many elements cost no more than the call that compares them
 
 
 class PrefixTree(NamedTuple):
