@@ -17,7 +17,7 @@ KILLS       ?= 50
 THIN        ?=
 # The peers of `make bench` other than TRL; without their dependencies, which would replace torch.
 PEERS       ?= liger-kernel==0.8.5 cut-cross-entropy==25.1.1
-TRACKERS    := tensorboard==2.21.0 wandb==0.31.0 trackio==0.43.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1 prometheus-client==0.26.0
+TRACKERS    := tensorboard==2.21.0 wandb==0.31.0 trackio==0.43.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1 prometheus-client==0.26.0 opentelemetry-exporter-otlp-proto-http==1.45.2
 # A server that speaks S3, and its client.
 S3        := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
 

@@ -140,7 +140,7 @@ class CheckpointConfig(Section):
     The best loss is the lowest, the best of all other numbers the highest."""
 
 
-TrackerName = Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow", "prometheus"]
+TrackerName = Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry"]
 
 
 class ProfileConfig(Section):

@@ -131,6 +131,8 @@ class RunLog:
         """Writes the work between two times, in seconds since the epoch."""
         rows = [[*span[:2], round(span.start, 3), round(span.end, 3)] for span in spans]
         self._write(TIMELINE, {"step": step, "start": round(start, 3), "end": round(end, 3), "spans": rows})
+        for tracker in self.trackers:
+            tracker.trace(step, start, end, spans)
 
     def message(self, text: str) -> None:
         self.console.print(printable(text), highlight=False, soft_wrap=True, markup=False)

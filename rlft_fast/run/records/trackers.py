@@ -1,5 +1,7 @@
 """Sends the numbers of a run to TensorBoard, Weights & Biases, Trackio and MLflow, or shows them to Prometheus.
 
+OpenTelemetry gets when each part of the run worked.
+
 Each tracker is one function: a context manager around the connection, which gives the function that sends a step. All
 of them read the environment variables that their users know, such as ``WANDB_MODE`` or ``MLFLOW_TRACKING_URI``.
 """
@@ -28,6 +30,10 @@ Texts = Sequence[Mapping[str, Any]]
 """Samples of a step, as samples.jsonl has them."""
 Send = Callable[[int, Mapping[str, float], Texts], None]
 """Sends the numbers and texts of a step."""
+Work = Sequence[tuple[str, str, float, float]]
+"""Phase, worker, start and end of each piece of work; times in seconds since the epoch, as in timeline.jsonl."""
+Trace = Callable[[int, float, float, Work], None]
+"""Sends the start and the end of a step, and the work between them."""
 
 
 class TrackedRun(NamedTuple):
@@ -184,10 +190,66 @@ def _prometheus_name(name: str, taken: Collection[str]) -> str:
     return next(own for own in chain([start], (f"{start}_{number}" for number in count(2))) if own not in taken)
 
 
+@contextmanager
+def _opentelemetry(run: TrackedRun) -> Iterator[Trace]:
+    """A trace for each step, in which each piece of work is a span with the name of its phase.
+
+    Spans go to the provider that the process has, as under ``opentelemetry-instrument``. Without one, they go by OTLP
+    over HTTP to the address that ``OTEL_EXPORTER_OTLP_ENDPOINT`` names.
+    """
+    from opentelemetry import context, trace
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    provider, exporter, ended = trace.get_tracer_provider(), None, InMemorySpanExporter()
+    if isinstance(provider, trace.ProxyTracerProvider):  # it drops everything
+        exporter = OTLPSpanExporter()
+        name = os.environ.get("OTEL_SERVICE_NAME", _PROJECT)
+        provider = TracerProvider(resource=Resource.create({"service.name": name}))
+        provider.add_span_processor(SimpleSpanProcessor(ended))  # a batch processor would not tell of failures
+    tracer = provider.get_tracer(_PROJECT)
+
+    def send(step: int, start: float, end: float, work: Work) -> None:
+        attributes = {"run": run.directory.name, "run_id": run.id, "step": step}
+        whole = tracer.start_span(
+            f"step {step}", context.Context(), attributes=attributes, start_time=_in_nanoseconds(start)
+        )
+        inside = trace.set_span_in_context(whole)
+        for phase, worker, begun, done in work:
+            attributes = {"run_id": run.id, "step": step, "worker": worker}
+            span = tracer.start_span(phase, inside, attributes=attributes, start_time=_in_nanoseconds(begun))
+            span.end(_in_nanoseconds(done))
+        whole.end(_in_nanoseconds(end))
+        if exporter is not None:
+            result = exporter.export(ended.get_finished_spans())
+            ended.clear()
+            if result is not SpanExportResult.SUCCESS:
+                raise ConnectionError(
+                    "no collector has taken the spans: OTEL_EXPORTER_OTLP_ENDPOINT names its address, "
+                    "http://localhost:4318 by default"
+                )
+
+    try:
+        yield send
+    finally:
+        if exporter is not None:
+            exporter.shutdown()
+
+
+def _in_nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
 _TRACKERS: dict[str, Callable[[TrackedRun], AbstractContextManager[Send]]] = {
     "tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow, "prometheus": _prometheus,
 }  # fmt: skip
-_PACKAGES = {"prometheus": "prometheus_client"}  # where the name is another one
+_TRACERS: dict[str, Callable[[TrackedRun], AbstractContextManager[Trace]]] = {"opentelemetry": _opentelemetry}
+_MODULES = {"prometheus": "prometheus_client", "opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
+"""Of trackers whose module has another name."""
+_CONNECT: dict[str, Callable[[TrackedRun], AbstractContextManager[Callable[..., None]]]] = {**_TRACKERS, **_TRACERS}
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -197,10 +259,11 @@ def require_trackers(names: Sequence[str]) -> None:
         ModuleNotFoundError: a package is missing. The message says how it is installed.
     """
     for name in names:
-        package = _PACKAGES.get(name, name)
-        if name in _TRACKERS and not _is_installed(package):
+        module = _MODULES.get(name, name)
+        if name in _CONNECT and not _is_installed(module):
+            package = re.sub(r"[._]", "-", module)
             raise ModuleNotFoundError(
-                f"log names {name}, which is not installed: pip install {package}, or leave it out", name=package
+                f"log names {name}, which is not installed: pip install {package}, or leave it out", name=module
             )
 
 
@@ -214,20 +277,19 @@ class Tracker:
     A tracker that fails is told of once, and gets nothing more.
 
     Args:
-        name: one of ``tensorboard``, ``wandb``, ``trackio``, ``mlflow`` and ``prometheus``.
+        name: one of ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, ``prometheus`` and ``opentelemetry``.
         run: the run.
         warn: shows a message.
     """
 
     def __init__(self, name: str, run: TrackedRun, warn: Callable[[str], None]) -> None:
         self.name, self.run, self.warn = name, run, warn
-        self._steps: queue.SimpleQueue[tuple[int, Mapping[str, float], Texts] | _RunFailedError | None]
-        self._steps = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[Any, ...] | _RunFailedError | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def send(self, step: int, values: Mapping[str, float], texts: Texts = ()) -> None:
-        """Sends the numbers of a step, without the numbers that are not finite.
+        """Sends the numbers of a step, without the numbers that are not finite, to a tracker that takes numbers.
 
         Args:
             step: counted from 1.
@@ -235,8 +297,20 @@ class Tracker:
             texts: samples of the step, if the run uploads any.
         """
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        if self._thread.is_alive():
+        if self.name in _TRACKERS and self._thread.is_alive():
             self._steps.put((step, finite, texts))
+
+    def trace(self, step: int, start: float, end: float, work: Work) -> None:
+        """Sends when each part worked, to a tracker that takes spans.
+
+        Args:
+            step: counted from 1.
+            start: of the step, in seconds since the epoch.
+            end: of the step.
+            work: between them.
+        """
+        if self.name in _TRACERS and self._thread.is_alive():
+            self._steps.put((step, start, end, [*work]))
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
         """Waits until everything is sent, but not longer than the timeout [s].
@@ -253,7 +327,7 @@ class Tracker:
 
     def _work(self) -> None:
         try:
-            with _TRACKERS[self.name](self.run) as send:
+            with _CONNECT[self.name](self.run) as send:
                 while (step := self._steps.get()) is not None:
                     if isinstance(step, _RunFailedError):
                         raise step
@@ -261,12 +335,16 @@ class Tracker:
         except _RunFailedError:
             pass
         except BaseException as error:  # whatever a tracker raises, SystemExit included, the run goes on
-            self.warn(f"warning: {self.name} gets no numbers from here on: {type(error).__name__}: {brief(error)}")
+            what = "spans" if self.name in _TRACERS else "numbers"
+            self.warn(f"warning: {self.name} gets no {what} from here on: {type(error).__name__}: {brief(error)}")
 
 
 def _is_installed(name: str) -> bool:
     """A folder of this name in the working directory is no package: W&B makes such a folder."""
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # a package around it is missing
+        return False
     return spec is not None and spec.origin is not None
 
 

@@ -1,6 +1,7 @@
 """What trackers get of a run, read back by their own readers, and a tracker that does not answer."""
 
 import contextlib
+import gzip
 import json
 import math
 import os
@@ -11,7 +12,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -151,16 +154,11 @@ def content_of(path: Path) -> bytes:
         ("prometheus", "OTEL_EXPORTER_PROMETHEUS_HOST", "192.0.2.1", "192.0.2.1:9464 cannot be served"),
     ],
 )
-def test_a_tracker_that_does_not_answer_costs_one_warning(name, variable, value, reason, tiny_model, tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(toy_config(tiny_model("llama"), tmp_path, log=[name], steps=3).to_yaml())
-    ended = subprocess.run(
-        [sys.executable, "-m", "rlft_fast", "train", config],
-        env=os.environ | {variable: value, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "WANDB_API_KEY": ""},
-        text=True, capture_output=True,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
+def test_a_tracker_that_does_not_answer_costs_one_warning(
+    name, variable, value, reason, tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(variable, value)
+    ended = train_here(tiny_model("llama"), tmp_path, name)
     (warning,) = [line for line in ended.stdout.splitlines() if line.startswith("warning")]
     assert warning.startswith(f"warning: {name} gets no numbers from here on")
     assert reason in warning
@@ -189,6 +187,112 @@ def test_prometheus_reads_the_last_step(tmp_path, monkeypatch):
     tracker.close(timeout_s=60.0)
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://localhost:{port}/metrics")
+
+
+WORK = [
+    ("generate", "rank 0", 100.25, 103.0), ("reward", "rank 1", 103.0, 104.5), ("environment", "rank 0", 99.5, 101.0),
+]  # fmt: skip
+
+
+@pytest.mark.peers
+def test_opentelemetry_gets_a_span_for_each_piece_of_work(tmp_path):
+    """By the provider of the process, in a process of its own: a provider is set once."""
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+        from rlft_fast.run.records.trackers import TrackedRun, Tracker
+        from tests.run.records.test_trackers import WORK
+
+        memory = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(memory))
+        trace.set_tracer_provider(provider)
+        tracker = Tracker("opentelemetry", TrackedRun(Path("a run"), "1234", 0, {}), sys.exit)
+        tracker.send(7, {"loss": 1.0})
+        for step in (7, 8):
+            tracker.trace(step, 100.0 + step, 104.75 + step, WORK)
+        tracker.close(60.0)
+        found = memory.get_finished_spans()
+        roots = {span.context.span_id: span for span in found if span.parent is None}
+        assert [span.name for span in roots.values()] == ["step 7", "step 8"]
+        assert len({span.context.trace_id for span in found}) == 2
+        for number, root in zip((7, 8), roots.values()):
+            assert (root.start_time, root.end_time) == (round((100 + number) * 1e9), round((104.75 + number) * 1e9))
+            assert dict(root.attributes) == {"run": "a run", "run_id": "1234", "step": number}
+            inside = [span for span in found if span.parent is not None and roots[span.parent.span_id] is root]
+            got = [(x.name, x.attributes["worker"], x.start_time / 1e9, x.end_time / 1e9) for x in inside]
+            assert got == WORK, got
+            assert {span.context.trace_id for span in inside} == {root.context.trace_id}
+    """
+    ended = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_collector_gets_the_spans_of_a_run(status, tiny_model, tmp_path, monkeypatch):
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    bodies: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            bodies.append(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+            assert self.path == "/v1/traces"
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        ended = train_here(tiny_model("llama"), tmp_path, "opentelemetry")
+        server.shutdown()
+    warnings = [line for line in ended.stdout.splitlines() if line.startswith("warning")]
+    if status == 400:
+        assert len(bodies) == 1
+        (warning,) = warnings
+        assert warning.startswith("warning: opentelemetry gets no spans from here on: ConnectionError: no collector")
+        return
+    assert warnings == []
+    lines = read_lines(tmp_path / "run" / "timeline.jsonl")
+    assert len(bodies) == len(lines) == 3
+    for body, line in zip(bodies, lines, strict=True):
+        (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
+        assert any(
+            x.key == "service.name" and x.value.string_value == "rlft_fast" for x in resource.resource.attributes
+        )
+        spans = resource.scope_spans[0].spans
+        found = [
+            [x.name, own["worker"].string_value, x.start_time_unix_nano / 1e9, x.end_time_unix_nano / 1e9]
+            for x in spans
+            if "worker" in (own := {attribute.key: attribute.value for attribute in x.attributes})
+        ]
+        assert {"generate", "reward", "update", "sync"} <= {name for name, *_ in found}
+        assert found == [
+            [*names, pytest.approx(a, abs=1e-3), pytest.approx(b, abs=1e-3)] for *names, a, b in line["spans"]
+        ]
+
+
+def train_here(model: Path, folder: Path, tracker: str) -> subprocess.CompletedProcess[str]:
+    """A run of three steps in a process of its own."""
+    config = folder / "config.yaml"
+    config.write_text(toy_config(model, folder, log=[tracker], steps=3).to_yaml())
+    command = [sys.executable, "-m", "rlft_fast", "train", str(config)]
+    ended = subprocess.run(
+        command, env=os.environ | {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "WANDB_API_KEY": ""}, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert len(read_lines(folder / "run" / "metrics.jsonl")) == 3
+    return ended
 
 
 def test_a_tracker_that_is_not_installed(tiny_model, tmp_path, monkeypatch):
