@@ -40,6 +40,7 @@ with needing_train():
         server_command,
         server_environment,
         token_from_environment,
+        why_no_images,
     )
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "server_environment",
     "to_samples",
     "token_from_environment",
+    "why_no_images",
     "with_ties",
     "without_refusals",
 ]

@@ -21,7 +21,7 @@ from rlft_fast.models import (
     split_stop,
 )
 from rlft_fast.ops.logprob import gathered_bytes
-from rlft_fast.rollout import with_ties
+from rlft_fast.rollout import why_no_images, with_ties
 from rlft_fast.run import dotted, naming_start
 from rlft_fast.trainer.collect import Judge, load_functions
 from rlft_fast.trainer.episodes import EpisodePlayer, environment_names
@@ -221,7 +221,6 @@ def check_tokens(key: str, num_embeddings: int, *given: Prompts) -> None:
 def check_images(config: Config, *given: Prompts) -> None:
     """Raises ValueError for images in a run with a part that would not see them."""
     takes_none = {
-        "rollout.backend vllm": config.rollout.backend == "vllm",
         "cluster": config.cluster is not None,
         "environment": bool(config.environments_by_name),
         "a reward model": bool(config.reward.model_parts),
@@ -230,11 +229,18 @@ def check_images(config: Config, *given: Prompts) -> None:
         if (path := config.model_folders.get(key)) is not None:
             takes_none[key] = image_family(path) is None
     found = [key for key, holds in takes_none.items() if holds]
-    if found and (prompts := next((prompts for prompts in given if prompts.images), None)) is not None:
+    if (prompts := next((prompts for prompts in given if prompts.images), None)) is None:
+        return
+    row = f"row {min(prompts.images)} of the data (counted from 0) has images"
+    if found:
         raise ValueError(
-            f"row {min(prompts.images)} of the data (counted from 0) has images, which do not reach "
-            f"{' and '.join(found)}: leave out {'them' if len(found) > 1 else 'it'}, or the rows with images"
+            f"{row}, which do not reach {' and '.join(found)}: leave out {'them' if len(found) > 1 else 'it'}, or the "
+            "rows with images"
         )
+    if config.rollout.backend == "vllm" and (
+        reason := why_no_images(config.model, served=bool(config.rollout.servers))
+    ):
+        raise ValueError(f"{row}, and {reason}")
 
 
 def check_support(config: Config, hidden_size: int, device_type: str) -> None:

@@ -6,6 +6,7 @@ served           vLLM servers, on this machine or on others
 scheduling       which server samples what
 server           one vLLM server: its start, its guard, its state
 answers          what servers answer, checked
+images           prompts with images, processed as the policy gets them
 requests         vLLM's form of requests, and completions from its outputs
 weight_sender    sends weights through sockets, once for any number of vLLMs
 nccl_sender      sends weights to the GPUs of servers by vLLM's NCCL engine
@@ -13,6 +14,7 @@ worker           the receiving side of weights, which vLLM's workers import
 """
 
 from rlft_fast.rollout.vllm.colocated import ColocatedVLLM, check_vllm
+from rlft_fast.rollout.vllm.images import why_no_images
 from rlft_fast.rollout.vllm.scheduling import ServerError
 from rlft_fast.rollout.vllm.separate import SeparateVLLM
 from rlft_fast.rollout.vllm.served import ServedVLLM
@@ -37,4 +39,5 @@ __all__ = [
     "server_environment",
     "token_from_environment",
     "weight_backend",
+    "why_no_images",
 ]

@@ -25,11 +25,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightStream, checksum
+from rlft_fast.models import image_family
 from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams
+from rlft_fast.rollout.vllm.images import why_no_images
 from rlft_fast.rollout.vllm.requests import (
     answer_fitting,
     completion_of,
     device_options,
+    outputs_of,
     require_version,
     vllm_requests,
 )
@@ -181,10 +184,12 @@ class VLLMGenerator:
 
         def sample(fitting: list[Request]) -> Iterator[Completion]:
             self._begin()
-            asked = vllm_requests(fitting, params, self.model, self.tokenizer)
-            return (completion_of(x.outputs[0], version) for x in self.llm.generate(*asked, use_tqdm=False))
+            asked = vllm_requests(fitting, params, self.model, self.tokenizer, version)
+            return (completion_of(x.outputs[0], version) for x in outputs_of(self.llm, *asked))
 
-        return answer_fitting(requests, self.max_sequence_tokens, sample)
+        return answer_fitting(
+            requests, self.max_sequence_tokens, sample, lambda: why_no_images(self.model.path, served=False)
+        )
 
     def load(self, weights: WeightStream | None, version: int) -> None:
         """Takes over the policy's weights. Memory for the key-value cache comes with the next request.
@@ -294,7 +299,8 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after temperature and top-k
         max_logprobs=-1,  # as many as top-k keeps
         generation_config="vllm",  # not the model's own sampling defaults
-        skip_tokenizer_init=not config.stop,
+        # vLLM's processor of images, which it tries at its start, needs the tokenizer, too.
+        skip_tokenizer_init=not config.stop and image_family(model.path) is None,
         **{"enable_prefix_caching": True} | device_options(config.vllm, model.device.type == "cpu"),
         **options,
     )

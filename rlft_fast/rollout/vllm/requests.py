@@ -20,22 +20,65 @@ from rlft_fast.rollout.types import (
     Span,
     with_ties,
 )
+from rlft_fast.rollout.vllm.images import prompt_with_images
 
 
 def vllm_requests(
-    requests: Sequence[Request], params: SamplingParams, model: SampledModel, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Any], list[Any]]:
-    """The requests as vLLM's prompts, and vLLM's sampling parameters.
+    requests: Sequence[Request], params: SamplingParams, model: SampledModel, tokenizer: PreTrainedTokenizerBase,
+    version: int = 0,
+) -> tuple[list[Any], list[Any]]:  # fmt: skip
+    """The requests as prompts of vLLM's engine, and vLLM's sampling parameters.
 
     Requests of one prompt share its blocks of the prefix cache.
+
+    Args:
+        requests: to be answered.
+        params: how to sample.
+        model: that is sampled from.
+        tokenizer: finds stop texts' tokens.
+        version: of the weights.
     """
     import vllm
 
     fields = request_fields(params, model, *split_stop(params.stop, tokenizer))
-    return [{"prompt_token_ids": [*request.token_ids]} for request in requests], [
+    prompts = [
+        {"prompt_token_ids": [*request.token_ids]}
+        if request.images is None
+        else prompt_with_images(request, model, version)
+        for request in requests
+    ]
+    return prompts, [
         vllm.SamplingParams(**fields, max_tokens=request.max_new_tokens, seed=request.seed, flat_logprobs=True)
         for request in requests
     ]
+
+
+def outputs_of(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+    """vLLM's outputs in the order of the prompts.
+
+    Args:
+        llm: vLLM's ``LLM``.
+        prompts: of `vllm_requests`.
+        params: of each prompt.
+    """
+    if not any("type" in prompt for prompt in prompts):
+        return llm.generate(prompts, params, use_tqdm=False)
+    # `generate` would leave out the images of a prompt that is processed already. The engine takes it.
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, outputs = llm.llm_engine, {}
+    names = [str(next(llm.request_counter)) for _ in prompts]
+    try:
+        for name, prompt, own in zip(names, prompts, params, strict=True):
+            own.output_kind = RequestOutputKind.FINAL_ONLY
+            engine.add_request(name, prompt if "type" in prompt else tokens_input(**prompt), own)
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    except BaseException:
+        engine.abort_request(names)
+        raise
+    return [outputs[name] for name in names]
 
 
 def request_fields(
@@ -94,24 +137,27 @@ def device_options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
 
 
 def answer_fitting(
-    requests: Sequence[Request], max_sequence_tokens: int, sample: Callable[[list[Request]], Iterable[Completion]]
-) -> Answers:
+    requests: Sequence[Request], max_sequence_tokens: int, sample: Callable[[list[Request]], Iterable[Completion]],
+    why_no_images: Callable[[], str] = str,
+) -> Answers:  # fmt: skip
     """Has vLLM sample the requests that it can answer, and refuses the others.
 
     Args:
         requests: to be answered.
         max_sequence_tokens: most tokens of a sequence that vLLM was started for.
         sample: samples a completion for each request.
+        why_no_images: tells why requests with images are refused; empty: they are answered.
     """
-    refusals = [_refusal(request, max_sequence_tokens) for request in requests]
+    refused = why_no_images() if any(request.images is not None for request in requests) else ""
+    refusals = [_refusal(request, max_sequence_tokens, refused) for request in requests]
     fitting = [request for request, refusal in zip(requests, refusals, strict=True) if refusal is None]
     completions = iter(sample(fitting) if fitting else ())
     return [next(completions) if refusal is None else refusal for refusal in refusals]
 
 
-def _refusal(request: Request, max_sequence_tokens: int) -> RequestError | None:
-    if request.images is not None:
-        return RequestError("vLLM is given no images: set rollout.backend to hf for prompts with images")
+def _refusal(request: Request, max_sequence_tokens: int, why_no_images: str) -> RequestError | None:
+    if request.images is not None and why_no_images:
+        return RequestError(why_no_images)
     longest = len(request.token_ids) + request.max_new_tokens
     if longest <= max_sequence_tokens:
         return None

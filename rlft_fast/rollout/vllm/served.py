@@ -27,6 +27,7 @@ from rlft_fast.errors import brief
 from rlft_fast.models import split_stop
 from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams
 from rlft_fast.rollout.vllm.answers import CUT_OFF, AnswerError, Asked, Part, read_part
+from rlft_fast.rollout.vllm.images import why_no_images
 from rlft_fast.rollout.vllm.nccl_sender import NCCLSender
 from rlft_fast.rollout.vllm.requests import answer_fitting, completion_of, request_fields, require_version
 from rlft_fast.rollout.vllm.scheduling import Patience, ServerError, ServerPool, from_place_of
@@ -119,7 +120,9 @@ class ServedVLLM:
             _run_beside(lambda: self._sample_all(samples, fields))
             return (own.completion(version) for own in samples)
 
-        return answer_fitting(requests, self.max_sequence_tokens, sample)
+        return answer_fitting(
+            requests, self.max_sequence_tokens, sample, lambda: why_no_images(self.model.path, served=True)
+        )
 
     def checksums(self) -> dict[str, str]:
         """The checksum of each weight as the servers received it."""

@@ -84,12 +84,18 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rollout__backend": "vllm"}, "rollout.backend vllm"),
-        ({"environment": {"name": "tests/trainer/runs/environments.py:Letters"}, "reward": {}}, "environment"),
+        (
+            {"rollout__backend": "vllm", "rollout__servers": ["http://localhost:1"]},
+            "and vLLM's servers are given no images: set rollout.backend to hf",
+        ),
+        (
+            {"environment": {"name": "tests/trainer/runs/environments.py:Letters"}, "reward": {}},
+            "which do not reach environment: leave out it",
+        ),
     ],
 )
 def test_parts_that_would_not_see_an_image_are_refused(config, changes, named):
-    with pytest.raises(ValueError, match=rf"row 0 .* has images, which do not reach {named}: leave out it"):
+    with pytest.raises(ValueError, match=rf"row 0 .* has images, {named}"):
         PPOTrainer(config(**changes))
 
 
