@@ -11,7 +11,15 @@ from rlft_fast.trainer.prompts.chat import (
     without_nulls,
 )
 from rlft_fast.trainer.prompts.formats import Row, read_data
-from rlft_fast.trainer.prompts.images import ImageError, ImageReader, read_picture
+from rlft_fast.trainer.prompts.images import (
+    ImageError,
+    ImageReader,
+    PromptImages,
+    folder_of,
+    only_placeholders,
+    read_picture,
+    row_images,
+)
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.loading import (
     Prompts,
@@ -35,6 +43,7 @@ __all__ = [
     "Limits",
     "Message",
     "Overlong",
+    "PromptImages",
     "Prompts",
     "Row",
     "RowSet",
@@ -45,14 +54,17 @@ __all__ = [
     "encode_rows",
     "find_media",
     "find_mistake",
+    "folder_of",
     "load_prompts",
     "name_rows",
+    "only_placeholders",
     "overlong_notes",
     "read_data",
     "read_picture",
     "read_sets",
     "reads",
     "render",
+    "row_images",
     "start_of_texts",
     "tools_of",
     "without_nulls",

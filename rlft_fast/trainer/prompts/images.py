@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,6 +134,19 @@ class ImageReader:
         Raises:
             ValueError: there are more or fewer placeholders than images, or the text ends in an image.
         """
+        return self.expand_at(text, images)[0]
+
+    def expand_at(self, text: str, images: PromptImages | None, places: Sequence[int] = ()) -> tuple[str, list[int]]:
+        """The same, and where characters of the text stand in it.
+
+        Args:
+            text: see `expand`.
+            images: see `expand`.
+            places: of characters, none of which is inside of a placeholder.
+
+        Raises:
+            ValueError: see `expand`.
+        """
         given = None if images is None else self.load(images).inputs
         texts = [] if given is None else self.family.texts(self.config, given, self.token)
         pieces = text.split(self.placeholder)
@@ -146,7 +159,10 @@ class ImageReader:
             raise ValueError(f"has {self.token} in its text, which stands for a piece of an image: leave it out")
         if texts and not pieces[-1] and texts[-1].endswith(self.token):
             raise ValueError("ends in an image, which no answer can follow: add words, or a chat template")
-        return "".join(chain(*zip(pieces, [*texts, ""], strict=True)))
+        starts = [*accumulate(map(len, pieces[:-1]), lambda at, size: at + len(self.placeholder) + size)]
+        added = [len(own) - len(self.placeholder) for own in texts]
+        moved = [x + sum(more for at, more in zip(starts, added, strict=True) if at < x) for x in places]
+        return "".join(chain(*zip(pieces, [*texts, ""], strict=True))), moved
 
     @cached_property
     def _processor(self) -> Any:
@@ -177,6 +193,12 @@ class ImageReader:
         self._kept[images.key] = images
         while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > _KEPT_BYTES:
             self._kept.popitem(last=False)
+
+
+def folder_of(source: str) -> Path:
+    """The folder that paths in the rows of a source start from."""
+    path = Path(source)
+    return path.parent if path.is_file() else path if path.is_dir() else Path()
 
 
 def row_images(row: Row, column: str, folder: Path) -> list[ImageSource]:

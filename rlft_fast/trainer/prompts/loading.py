@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rlft_fast.config import DataConfig
@@ -14,7 +13,7 @@ from rlft_fast.data import Images
 from rlft_fast.errors import brief
 from rlft_fast.trainer.prompts.chat import Conversation, Rendered, Tokenizer, render_row, without_nulls
 from rlft_fast.trainer.prompts.formats import Row
-from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages, row_images
+from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages, folder_of, row_images
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, find_mistake
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, prompt_column, read_sets
@@ -241,7 +240,7 @@ class _Reader:
         if self.image_reader is None:
             return text, None
         try:
-            sources = row_images(row, self.column, _folder_of(source))
+            sources = row_images(row, self.column, folder_of(source))
             images = self.image_reader.open(sources) if sources else None
             return self.image_reader.expand(text, images), images
         except ValueError as error:
@@ -258,12 +257,6 @@ class _Reader:
                 f"{source}: the tokenizer's chat template cannot be applied to row {number} (counted from 0): "
                 f"{brief(error)}{instead}"
             ) from error
-
-
-def _folder_of(source: str) -> Path:
-    """The folder that paths in the rows of a source start from."""
-    path = Path(source)
-    return path.parent if path.is_file() else path if path.is_dir() else Path()
 
 
 def _describe(prompts: Prompts, asked: dict[str, list[Any]], template: str) -> dict[str, Any]:

@@ -105,9 +105,8 @@ def load_pairs(
 
 def _scored_at_the_end(tokens: Tokens) -> Tokens:
     """A sequence up to its last taught token, with a token behind it, which is asked of and never runs."""
-    ids, taught = tokens
-    end = len(taught) - taught[::-1].index(True)
-    return [*ids[:end], ids[end - 1]], [False] * end + [True]
+    end = len(tokens.taught) - tokens.taught[::-1].index(True)
+    return Tokens([*tokens.ids[:end], tokens.ids[end - 1]], [False] * end + [True])
 
 
 def _read(reader: Reader, config: PairDataConfig, row: Row) -> Encoding[_Pair]:
@@ -120,7 +119,7 @@ def _read(reader: Reader, config: PairDataConfig, row: Row) -> Encoding[_Pair]:
     first = yield from reader.answered(row, prompt, chosen)
     both = [first, (yield from reader.answered(row, prompt, rejected))]
     if both[0] == both[1]:
-        if len(both[0][0]) == config.max_sequence_tokens and config.overlong == "truncate":
+        if len(both[0].ids) == config.max_sequence_tokens and config.overlong == "truncate":
             raise OverlongError("its two answers begin alike")
         raise ValueError("its two answers are equal: there is nothing to prefer")
     margin = row.get(config.margin_column) if isinstance(config, RewardDataConfig) else None

@@ -5,42 +5,54 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import SFTDataConfig, TaughtDataConfig
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, image_table
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.episodes import Style, find_styles
 from rlft_fast.trainer.prompts import (
     Conversation,
     Encoding,
+    ImageReader,
     LeftOut,
     Message,
     Overlong,
+    PromptImages,
     Row,
     RowSet,
     conversation_of,
     encode_rows,
     find_media,
     find_mistake,
+    folder_of,
     name_rows,
+    only_placeholders,
     reads,
+    row_images,
     start_of_texts,
     tools_of,
     without_nulls,
 )
-from rlft_fast.trainer.supervised.spans import AssistantSpans, encode_spans
+from rlft_fast.trainer.supervised.spans import AssistantSpans, Span, encode_spans
 
 T = TypeVar("T")
 
 _MOST_CHARACTERS = 1000  # of a token; the longest tokens of vocabularies have 128 or so
 
-Tokens = tuple[list[int], list[bool]]
-"""Ids of a row, and which of them are taught."""
+
+class Tokens(NamedTuple):
+    """A row as the model reads it."""
+
+    ids: list[int]
+    taught: list[bool]
+    """Which of them are taught."""
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,7 @@ class TaughtRows:
     Args:
         token_ids: of each row, int32.
         is_taught: of each row, bool, whether the model learns to say the token. The first token is never learned.
+        images: by row, its images.
         sizes: rows of each set by its name.
         overlong: how many rows were left out, and of how many sequences a part was.
         left_out: the rows that were left out.
@@ -57,6 +70,7 @@ class TaughtRows:
 
     token_ids: list[np.ndarray]
     is_taught: list[np.ndarray]
+    images: dict[int, PromptImages] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     overlong: Overlong = field(default_factory=Overlong)
     left_out: list[LeftOut] = field(default_factory=list)
@@ -72,6 +86,9 @@ class TaughtRows:
             "rows": len(self), "tokens": sum(map(len, self.token_ids)), "taught_tokens": self.num_taught,
             "checksum": [zlib.crc32(np.concatenate(column).tobytes()) for column in columns],
         }  # fmt: skip
+        if self.images:
+            keys = "".join(f"{row} {own.key}\n" for row, own in self.images.items())
+            found["images"] = zlib.crc32(keys.encode())
         return found | ({"overlong": self.overlong._asdict()} if self.overlong else {})
 
     @property
@@ -94,14 +111,20 @@ class TaughtRows:
         return max(int(ids.max()) for ids in self.token_ids)
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """The named rows, packed."""
+        """The named rows, packed.
+
+        Raises:
+            ImageError: a file has changed since the start of the run, or is gone.
+        """
         ids, taught = ([column[i] for i in rows] for column in (self.token_ids, self.is_taught))
         each, one = np.arange(len(rows)), np.ones(len(rows), np.int64)
-        return Batch.from_columns(
+        batch = Batch.from_columns(
             torch.from_numpy(np.array([x[0] for x in ids])), one, each,
             torch.from_numpy(np.concatenate([x[1:] for x in ids])), np.array([len(x) - 1 for x in ids]),
             torch.from_numpy(np.concatenate([x[1:] for x in taught])), {},
         )  # fmt: skip
+        loaded = {i: self.images[i].load() for i in {*rows} & self.images.keys()}
+        return batch.replace(**image_table(loaded.get(i) for i in rows))
 
 
 def chunks(rows: Sequence[int], num_tokens: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
@@ -125,8 +148,9 @@ def chunks(rows: Sequence[int], num_tokens: Sequence[int], most_tokens: int) -> 
 
 
 def load_rows(
-    config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, path: str, sets: Sequence[RowSet]
-) -> TaughtRows:
+    config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, path: str, sets: Sequence[RowSet],
+    image_reader: ImageReader | None = None,
+) -> TaughtRows:  # fmt: skip
     """Checks and tokenizes all rows.
 
     Args:
@@ -134,21 +158,23 @@ def load_rows(
         tokenizer: of the model.
         path: folder of the tokenizer, for messages.
         sets: the rows.
+        image_reader: of the model; None: the model takes no images.
 
     Raises:
-        ValueError: rows that teach nothing or are too long, or a chat template that does not
-            show what the assistant says; rows are named.
+        ValueError: rows that teach nothing or are too long, images that cannot be used, or a chat template that does
+            not show what the assistant says; rows are named.
     """
-    reader = Reader(config, tokenizer, path)
+    reader = Reader(config, tokenizer, path, image_reader)
     return taught_rows(reader.each(sets, lambda row: read_taught(reader, config, row)), reader)
 
 
 def taught_rows(found: Sequence[Tokens], reader: "Reader") -> TaughtRows:
     """The sequences that the reader has made."""
-    token_ids = [np.array(ids, np.int32) for ids, _ in found]
-    is_taught = [np.array(taught, np.bool_) for _, taught in found]
+    token_ids = [np.array(own.ids, np.int32) for own in found]
+    is_taught = [np.array(own.taught, np.bool_) for own in found]
+    images = {i: own.images for i, own in enumerate(found) if own.images is not None}
     overlong = Overlong(len(reader.left_out), reader.num_truncated)
-    return TaughtRows(token_ids, is_taught, reader.sizes, overlong, reader.left_out)
+    return TaughtRows(token_ids, is_taught, images, reader.sizes, overlong, reader.left_out)
 
 
 class OverlongError(ValueError):
@@ -168,8 +194,12 @@ class Reader:
         num_truncated: sequences of which a part was.
     """
 
-    def __init__(self, config: TaughtDataConfig, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-        self.config, self.tokenizer, self.path = config, tokenizer, path
+    def __init__(
+        self, config: TaughtDataConfig, tokenizer: PreTrainedTokenizerBase, path: str,
+        image_reader: ImageReader | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.tokenizer, self.path, self.image_reader = config, tokenizer, path, image_reader
+        self.folder = Path()  # of the rows that are read
         self.start = start_of_texts(tokenizer)
         a, b = (tokenizer.encode(text, add_special_tokens=False) for text in "ab")
         self.joins = tokenizer.decode(a + b) == "ab"
@@ -194,6 +224,7 @@ class Reader:
     def _each(self, given: RowSet, read: Callable[[Row], Encoding[T]]) -> list[T]:
         found: list[T] = []
         mistakes: dict[int, str] = {}
+        self.folder = folder_of(given.source)
         for i, made in enumerate(encode_rows(self.tokenizer, (_tried(read(row)) for row in given.rows))):
             if not isinstance(made, Exception):
                 found.append(made)
@@ -228,7 +259,7 @@ class Reader:
         """
         prompt, answer = without_nulls(prompt), without_nulls(answer)
         if not self.config.chat and isinstance(prompt, str):
-            return (yield from self.told(prompt, _require_text("answer", answer)))
+            return (yield from self.told(row, prompt, _require_text("answer", answer)))
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         if not isinstance(asked, list) or not isinstance(said, list):
@@ -241,10 +272,13 @@ class Reader:
             raise ValueError(f"messages must have a role and content, got {brief(repr(messages))}")
         if (mistake := find_mistake(messages)) is not None:
             raise ValueError(mistake)
-        if (media := find_media(messages)) is not None:
+        if (media := find_media(messages, takes_images=self.image_reader is not None)) is not None:
             raise ValueError(
-                f"its messages have {media!r}: images, videos and audio reach the model in objective rl alone"
+                f"its messages have {media!r}: images reach models that learn from them, in the objectives rl and sft; "
+                "videos and audio reach none"
             )
+        images = self._images(row, messages)
+        messages = only_placeholders(messages)
         if not any(message["role"] == "assistant" for message in messages[first:]):
             raise ValueError("the assistant says nothing")
         tools = tools_of(row)
@@ -255,8 +289,16 @@ class Reader:
             first += len(conversation.messages) - len(messages)  # the system prompt
         text, spans = self.spans.find(conversation, first)
         self._require_short(text)
+        if self.image_reader is not None:
+            text, spans = _with_images(self.image_reader, text, spans, images)
         ids, taught = yield from encode_spans(text, spans, joins=self.joins)
-        return self._checked(ids, taught)
+        return self._checked(ids, taught, images)
+
+    def _images(self, row: Row, messages: list[Message]) -> PromptImages | None:
+        if self.image_reader is None:
+            return None
+        sources = row_images({**row, "": messages}, "", self.folder)
+        return self.image_reader.open(sources) if sources else None
 
     def _as_in_episodes(
         self, row: Row, tools: list[Any], messages: list[Message], first: int
@@ -269,8 +311,9 @@ class Reader:
         conversation = style.with_tools(given)
         return conversation, len(conversation.messages) - len(after)
 
-    def told(self, prompt: str, text: str) -> Encoding[Tokens]:
+    def told(self, row: Row, prompt: str, text: str) -> Encoding[Tokens]:
         """A text behind a prompt, which may be empty, and the end token behind it. No template is applied."""
+        self._images(row, [])  # a text has no place for an image
         self._require_short(prompt + text)
         end = self.tokenizer.eos_token_id
         if end is None:
@@ -282,12 +325,14 @@ class Reader:
         ids = [*ids, *[end] * (ids[-1] != end)]  # equal texts share their list
         return self._checked(before + ids, [False] * len(before) + [True] * len(ids))
 
-    def _checked(self, ids: list[int], taught: list[bool]) -> Tokens:
+    def _checked(self, ids: list[int], taught: list[bool], images: PromptImages | None = None) -> Tokens:
         most = self.config.max_sequence_tokens
         if not any(taught[1:]):
             raise ValueError("it teaches no token")
         if len(ids) <= most:
-            return ids, taught
+            return Tokens(ids, taught, images)
+        if images is not None and self.config.overlong == "truncate":
+            raise OverlongError(f"it has {len(ids)} tokens, and those of images stay together")
         if self.config.overlong != "truncate":
             raise OverlongError(
                 f"it has {len(ids)} tokens, more than data.max_sequence_tokens={most}: raise it, or set data.overlong"
@@ -295,12 +340,22 @@ class Reader:
         if not any(taught[1:most]):
             raise OverlongError("its first tokens teach nothing")
         self.num_truncated += 1
-        return ids[:most], taught[:most]
+        return Tokens(ids[:most], taught[:most])
 
     def _require_short(self, text: str) -> None:
         """Tokenizing megabytes would take minutes."""
         if len(text) > _MOST_CHARACTERS * self.config.max_sequence_tokens:
             raise OverlongError(f"it has {len(text)} characters, more than {_MOST_CHARACTERS} for each allowed token")
+
+
+def _with_images(
+    reader: ImageReader, text: str, spans: Sequence[Span], images: PromptImages | None
+) -> tuple[str, list[Span]]:
+    """The text and the spans with the tokens of images in place of placeholders."""
+    if any(reader.placeholder in text[span.start : span.end] for span in spans):
+        raise ValueError("the assistant shows an image, which no model learns to say: leave the row out")
+    text, places = reader.expand_at(text, images, [place for span in spans for place in span])
+    return text, [Span(*pair) for pair in zip(places[::2], places[1::2], strict=True)]
 
 
 def _require_text(column: str, value: Any) -> str:
@@ -329,7 +384,7 @@ def read_taught(reader: Reader, config: SFTDataConfig, row: Row) -> Encoding[Tok
     if prompt is not None and completion is not None:
         return (yield from reader.answered(row, prompt, completion))
     if text is not None and config.template is None:
-        return (yield from reader.told("", _require_text(config.text_column, text)))
+        return (yield from reader.told(row, "", _require_text(config.text_column, text)))
     raise ValueError(
         f"it has no {columns[0]!r}, no {columns[1]!r} with {columns[2]!r}, and no {columns[3]!r}; its columns are "
         f"{sorted(row)}"

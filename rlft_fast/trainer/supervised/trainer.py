@@ -21,13 +21,13 @@ from rlft_fast.config import DPOConfig, PairConfig, RunConfig, SFTConfig, Taught
 from rlft_fast.data import Batch
 from rlft_fast.engine import TRAINED, CheckpointManager, weighted
 from rlft_fast.errors import Checks
-from rlft_fast.models import load_tokenizer
+from rlft_fast.models import image_family, load_tokenizer
 from rlft_fast.rl import BradleyTerryLoss, LikelihoodLoss, PairLoss, PreferenceLoss
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted
 from rlft_fast.trainer.inputs import model_checksums
 from rlft_fast.trainer.learn import asked_of_teacher, check_embeddings, check_teacher, with_teacher
 from rlft_fast.trainer.models import build_taught, check_finite, notes_on
-from rlft_fast.trainer.prompts import RowSet, Stream, overlong_notes, read_sets
+from rlft_fast.trainer.prompts import ImageError, ImageReader, RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
 from rlft_fast.trainer.supervised.reference import Reference
 from rlft_fast.trainer.supervised.rows import TaughtRows, chunks, load_rows
@@ -85,9 +85,24 @@ class RowsData:
 
 def _load(config: TaughtConfig, tokenizer: PreTrainedTokenizerBase, sets: Sequence[RowSet]) -> Rows:
     if isinstance(config, SFTConfig):
-        return load_rows(config.data, tokenizer, config.model, sets)
+        rows = load_rows(config.data, tokenizer, config.model, sets, ImageReader.of_model(config.model, tokenizer))
+        _check_images(config, rows)
+        return rows
     assert isinstance(config, PairConfig)
     return load_pairs(config.data, tokenizer, config.model, sets, scored=config.head == "score")
+
+
+def _check_images(config: SFTConfig, rows: TaughtRows) -> None:
+    """Raises ValueError for images in a run with a part that would not see them."""
+    takes_none = {
+        "cluster": config.cluster is not None,
+        "the teacher": config.teacher is not None and image_family(config.teacher.model) is None,
+    }
+    if rows.images and (found := [key for key, holds in takes_none.items() if holds]):
+        raise ValueError(
+            f"row {min(rows.images)} of the rows that are kept (counted from 0) has images, which do not reach "
+            f"{' and '.join(found)}: leave it out, or the rows with images"
+        )
 
 
 class RowsTrainer:
@@ -192,6 +207,12 @@ class RowsTrainer:
         """Rows of the stream."""
         return self.data.stream.rows(first, count, self.config.seed)
 
+    def _batch(self, rows: Rows, numbers: Sequence[int]) -> Batch:
+        """The named rows. A file of an image that is gone on one rank ends the run on all."""
+        if isinstance(rows, TaughtRows) and rows.images:
+            return self.world.together(lambda: rows.batch(numbers), ImageError)
+        return rows.batch(numbers)
+
     def train_step(self, step: int, first_prompt: int | None = None) -> StepResult:
         """An optimizer step on the next rows.
 
@@ -204,7 +225,7 @@ class RowsTrainer:
         self.phases.restart()
         torch.manual_seed((self.config.seed * 1_000_003 + step) % 2**63)  # for dropout
         first = step * size if first_prompt is None else first_prompt
-        batch = self.data.rows.batch(self._rows(first, size))
+        batch = self._batch(self.data.rows, self._rows(first, size))
         if self.teacher is not None:
             assert isinstance(self.config, SFTConfig)
             with self.phases.timed("teacher"):
@@ -235,7 +256,7 @@ class RowsTrainer:
         found: dict[str, float] = {}
         size = 0
         for each in self._chunks(rows, range(len(rows))):
-            batch = rows.batch(each)
+            batch = self._batch(rows, each)
             own = (
                 int(batch.loss_mask_T.sum()) if isinstance(self.loss, LikelihoodLoss) else len(each)
             )  # tokens or pairs
