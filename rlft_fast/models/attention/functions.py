@@ -53,7 +53,8 @@ _WIDEST_HEAD = 256  # of flash attention's kernels
 class LookAhead(NamedTuple):
     """Runs of rows that attend to the later rows of their run, too: the tokens of images.
 
-    Shapes: N rows in R runs, M keys. Each run has the keys of its sequence up to the end of the run.
+    Shapes: N rows in R runs, M keys. Each run has the keys of its sequence up to the end of the run, so that M grows
+    with the square of R.
     """
 
     row_N: Tensor
