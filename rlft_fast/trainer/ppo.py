@@ -36,6 +36,7 @@ from rlft_fast.trainer.collect import (
     scored_samples,
     staleness_metrics,
 )
+from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.evaluation import evaluate_sets
 from rlft_fast.trainer.inputs import (
     check_support,
@@ -200,17 +201,10 @@ class PPOTrainer:
         logs_tokens = self.config.log_tokens_mib is not None and self.world.is_first
         return StepResult(
             metrics=metrics, num_prompts=experience.num_streamed, warnings=experience.warnings,
-            records=self._records(experience),
+            records=_records(experience, self.player),
             tokens=logged_tokens(experience, update.outputs, self.config) if logs_tokens else None,
             samples=experience.kept,
         )  # fmt: skip
-
-    def _records(self, experience: Experience) -> Iterator[dict[str, Any]]:
-        """What the log of samples holds of each."""
-        samples, prompts, player = experience.samples, experience.prompts, self.player
-        if player is None:
-            return sample_records(samples, prompts)
-        return sample_records(samples, prompts, player.turns(samples), player.played(prompts, samples))
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
@@ -284,3 +278,11 @@ def _without_generator(config: Config) -> Config:
 def _seed(config: Config, step: int) -> int:
     """The seed of a step's random choices other than its samples."""
     return (config.seed * 1_000_003 + step) * 1_009 % 2**63
+
+
+def _records(experience: Experience, player: EpisodePlayer | None) -> Iterator[dict[str, Any]]:
+    """What the log of samples holds of each."""
+    samples, prompts = experience.samples, experience.prompts
+    if player is None:
+        return sample_records(samples, prompts)
+    return sample_records(samples, prompts, player.turns(samples), player.played(prompts, samples))
