@@ -211,7 +211,8 @@ class DeviceOfShapes(TorchDispatchMode):
     """While it is entered, operators that are asked for a CUDA tensor make one without elements.
 
     Attributes:
-        seen: what happened, in order: names of the project's operators, "from device" and "from unpinned memory".
+        seen: what happened, in order: names of the project's operators, "from device" and "from unpinned memory", and
+            copies to the CPU that nothing waits for, "to host".
     """
 
     def __init__(self) -> None:
@@ -229,12 +230,12 @@ class DeviceOfShapes(TorchDispatchMode):
         asked_for = _asked_for(kwargs)
         if asked_for != "cuda" and not any(isinstance(x, FakeTensor) for x in tensors):
             return func(*args, **kwargs)
-        self._note(func, tensors, asked_for)
+        self._note(func, tensors, asked_for, waits=waits(func, args, kwargs, stays=False))
         args, kwargs = tree_map(self._as_fake, (args, kwargs))
         with self.fake:
             return func(*args, **kwargs)
 
-    def _note(self, func, tensors: list[Tensor], asked_for: str | None) -> None:
+    def _note(self, func, tensors: list[Tensor], asked_for: str | None, *, waits: bool) -> None:
         from_cpu = [x for x in tensors if not isinstance(x, FakeTensor)]
         if func.namespace == "rlft_fast":
             self.seen.append(func._opname)
@@ -243,6 +244,8 @@ class DeviceOfShapes(TorchDispatchMode):
             assert not mixed, f"{func} of tensors on the device and on the CPU"
         elif asked_for == "cpu" and tensors[0].is_cuda:
             self.seen.append("from device")
+        elif func is aten.copy_.default and tensors[1].is_cuda and not tensors[0].is_cuda:
+            self.seen.append("from device" if waits else "to host")
         elif asked_for == "cuda" and any(x is not y for x in from_cpu for y in self.pinned[-1:] or [None]):
             self.seen.append("from unpinned memory")
 

@@ -7,6 +7,7 @@ import torch
 
 from rlft_fast.config import EngineConfig, OptimizerConfig
 from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.sharding import decoder_blocks, offload_inputs
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
 
@@ -32,6 +33,34 @@ def test_same_bits_as_without(config, dtype, tiny_model):
     plain, other = run(path, compute_dtype=dtype), run(path, compute_dtype=dtype, **config)
     for actual, expected in zip(other, plain, strict=True):
         reference.assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_inputs_of_blocks_wait_elsewhere(mode, tiny_model, monkeypatch):
+    """Each block saves a copy of its input and nothing else, and the gradients keep their bits."""
+    batch = near_policy(random_batch(), torch.full((random_batch().num_tokens,), -5.5))
+    plain = make_engine(tiny_model("llama"), config={"activation_checkpointing": mode})
+    plain.train_step(batch, policy_loss())
+    offloaded = make_engine(tiny_model("llama"), config={"activation_checkpointing": "offload"})
+    assert offloaded.config.activation_checkpointing == "full"  # a CPU has nothing to move
+    blocks = decoder_blocks(offloaded.model)
+    offload_inputs(blocks, torch.device("cpu"))
+    inputs, copies, copy = [], [], torch.Tensor.copy_
+    for block in blocks:
+        block.register_forward_pre_hook(
+            lambda _, arguments: inputs.append((arguments[0].shape, {"non_blocking": True}))
+        )
+
+    def noted(self: torch.Tensor, source: torch.Tensor, **options: bool) -> torch.Tensor:
+        copies.append((self.shape, options))
+        return copy(self, source, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    offloaded.train_step(batch, policy_loss())
+    monkeypatch.undo()
+    assert copies == inputs
+    assert len(copies) >= len(blocks)
+    reference.assert_equal(reference.weights(offloaded), reference.weights(plain))
 
 
 def test_moved_state_keeps_its_bits_and_stays_tied(tiny_model):

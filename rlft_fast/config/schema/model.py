@@ -166,9 +166,10 @@ class ModelConfig(Section):
 class EngineConfig(ModelConfig):
     """One model with its optimizer."""
 
-    activation_checkpointing: MayChange[Literal["auto", "none", "selective", "full"]] = "auto"
+    activation_checkpointing: MayChange[Literal["auto", "none", "selective", "full", "offload"]] = "auto"
     """Recompute blocks in the backward pass: whole (full), or except matrix products and attention (selective).
 
+    offload: full, and on a GPU the inputs of blocks wait in CPU memory.
     auto: the fastest that fits into memory, none where all fit."""
     reduce_every_micro_batch: MayChange[Literal["auto"] | bool] = "auto"
     """Reduce gradients after each micro-batch, in param_dtype: sends more, but no rank holds all gradients.
@@ -197,9 +198,11 @@ class EngineConfig(ModelConfig):
         """As for every model. What memory decides is as without a limit, see `rlft_fast.engine.memory.choose`."""
         unlimited = {"activation_checkpointing": "none", "reduce_every_micro_batch": False}
         resolved = super().for_device(device_type)._resolved(unlimited)
-        if device_type == "cuda" or not self.optimizer.cpu_offload:
+        if device_type == "cuda":
             return resolved
-        return resolved.model_copy(update={"optimizer": self.optimizer.model_copy(update={"cpu_offload": False})})
+        optimizer = self.optimizer.model_copy(update={"cpu_offload": False})  # everything is in CPU memory
+        mode = "full" if resolved.activation_checkpointing == "offload" else resolved.activation_checkpointing
+        return resolved.model_copy(update={"optimizer": optimizer, "activation_checkpointing": mode})
 
     @rule
     def _offloads_once(self) -> Iterator[str]:

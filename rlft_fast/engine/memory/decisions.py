@@ -96,12 +96,12 @@ def only(decision: list[dict[str, Any]], keys: Container[str]) -> list[dict[str,
 
 def _stronger(config: RunConfig, role: Role, world_size: int, caps: set[int]) -> Iterator[tuple[str, list[Any]]]:
     """Settings of a model that trains, each with the values that need less memory than its own."""
-    engine, modes = role.config, ["none", "selective", "full"]
+    engine, modes = role.config, ["none", "selective", "full", "offload"]
     yield (
         "max_tokens",
         [cap for cap in sorted(caps, reverse=True) if config.longest_taught <= cap < engine.max_tokens],
     )
-    yield "activation_checkpointing", modes[modes.index(engine.activation_checkpointing) + 1 :]
+    yield "activation_checkpointing", modes[modes.index(engine.activation_checkpointing) + 1 : -1]
     is_packed = not _model(role).padded_because
     yield "sequence_parallel", _divisors(_heads(role), world_size, 2 * engine.sequence_parallel) * is_packed
     waits = is_wrapped(engine, world_size) and not engine.reduce_every_micro_batch

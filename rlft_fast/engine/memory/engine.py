@@ -47,8 +47,8 @@ class EngineMemory:
             model, kept between micro-batches. "activations" is the part that grows with the tokens. "gathered units"
             are whole weights and gradients of units, with their buffers. "logits workspace" is the head's own memory
             in the loss with the float32 sum of its weight's gradient; 0 if the peak is at another time.
-        host: bytes in the CPU's memory by part, with ``cpu_offload`` or ``optimizer.cpu_offload`` on GPUs. On CPUs
-            `memory` has everything.
+        host: bytes in the CPU's memory by part, with ``cpu_offload``, ``optimizer.cpu_offload`` or
+            ``activation_checkpointing: offload`` on GPUs. On CPUs `memory` has everything.
         sent_bytes: bytes that each rank sends in a step for weights and gradients by ring collectives.
     """
 
@@ -111,6 +111,9 @@ def plan_engine_memory(
         "logits workspace": scratch,
         "activations": 2 * growth,
     }
+    host = state if work.offloaded else {"optimizer": moments} if moments else {}
+    if inputs := offloaded_input_bytes(model, config):
+        host = host | {"activations": inputs}
     rest = peak - sum(memory.values())
     # A negative rest means that some gradients do not exist yet at the peak.
     memory["gradients that wait" if work.offloaded else "gradients"] += min(rest, 0)
@@ -122,7 +125,7 @@ def plan_engine_memory(
         num_micro_batches=num_micro_batches,
         max_tokens=config.max_tokens,
         memory=memory,
-        host=state if work.offloaded else {"optimizer": moments} if moments else {},
+        host=host,
         sent_bytes=sent_bytes(model, config, world_size // shard_size, shard_size, num_micro_batches),
     )
 
@@ -200,6 +203,15 @@ def host_moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> 
     A step copies them to the device a bucket at a time. Activations need more of the device, and are freed by then.
     """
     return _moment_bytes(model, config, shard_size) if config.optimizer.cpu_offload else 0
+
+
+def offloaded_input_bytes(model: RLModel, config: EngineConfig) -> int:
+    """Bytes of a micro-batch's block inputs in the CPU's memory, with ``activation_checkpointing: offload``."""
+    if config.activation_checkpointing != "offload":
+        return 0
+    text = model.backbone.config.get_text_config()
+    rows = -(-config.max_tokens // config.sequence_parallel)
+    return rows * text.num_hidden_layers * text.hidden_size * getattr(torch, config.compute_dtype).itemsize
 
 
 def _moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:

@@ -24,6 +24,7 @@ from rlft_fast.engine.memory.engine import (
     largest_max_tokens,
     least_bytes,
     local_numel,
+    offloaded_input_bytes,
     plan_engine_memory,
     prepare,
     state_by_part,
@@ -306,6 +307,7 @@ class _Resident:
         self.weights, self.gradients = state["parameters"], state["gradients"]
         self.optimizer = state["optimizer"] if role.trains else 0
         self.host_moments = host_moment_bytes(self.model, role.config, int(work.config.shard_size)) * role.trains
+        self.host_inputs = offloaded_input_bytes(self.model, role.config) * role.trains
         self.always_off = work.offloaded
         self.off_between = device_type == "cuda" and role.config.offload_between_phases
         self.inference = inference_bytes(*arguments, int(memory_bytes)) if infers else 0
@@ -322,10 +324,11 @@ class _Resident:
 
     def host(self, doing: str) -> int:
         """Bytes in the CPU's memory while the model does "wait", "infer" or "update"."""
+        inputs = self.host_inputs if doing == "update" else 0
         if self.always_off:
-            return self.weights + self.optimizer + (self.gradients if doing == "update" else 0)
+            return self.weights + self.optimizer + (self.gradients if doing == "update" else 0) + inputs
         off = {"wait": self.weights + self.optimizer, "infer": self.optimizer, "update": 0}
-        return self.host_moments + (off[doing] if self.off_between else 0)
+        return self.host_moments + (off[doing] if self.off_between else 0) + inputs
 
 
 def _phases(

@@ -41,8 +41,9 @@ _FLOPS = 4e14  # per second
 _SENT_BYTES = 5e10  # per second
 _MOVED_BYTES = 1e10  # per second, between a GPU and the CPU's memory, with nothing else at the same time
 _STEPPED_BYTES = 5e9  # per second, of optimizer state that a rank's share of the CPU steps
-_COMPUTED_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3}  # share of forward and backward; the norms, or all
-_KEPT = {"none": 1.0, "selective": 0.3, "full": 0.04}  # share of the activations that a model keeps at least, about
+_COMPUTED_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3, "offload": 1 / 3}  # share of forward and backward
+# Share of the activations that a model keeps at least, about.
+_KEPT = {"none": 1.0, "selective": 0.3, "full": 0.04, "offload": 0.01}
 # Moments in bfloat16 cost no seconds, but change the run's numbers: other settings may cost this share of the update.
 # Any other setting goes before moments in int8.
 _ROUNDED_MOMENTS = {"bfloat16": 0.25, "int8": 1000.0}
@@ -251,7 +252,7 @@ class _Trained:
         in_all = engine.memory["activations"] + engine.memory["logits workspace"]
         self.bytes_per_row[config.activation_checkpointing] = in_all / _rows(config)
         self.rest[config.activation_checkpointing] = _rest(engine)
-        if config.activation_checkpointing == "full":
+        if config.activation_checkpointing in ("full", "offload"):
             self.gathered = engine.memory["gathered units"]
 
     def bytes_at_least(self, config: EngineConfig, num_micro_batches: int) -> int:

@@ -28,7 +28,14 @@ from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.trace import MANY_ROWS, Note, Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer, named_parameters
-from rlft_fast.engine.sharding import build_model, checkpoint_activations, decoder_blocks, reduce_gradients, shard
+from rlft_fast.engine.sharding import (
+    build_model,
+    checkpoint_activations,
+    decoder_blocks,
+    offload_inputs,
+    reduce_gradients,
+    shard,
+)
 from rlft_fast.engine.torch_optim import end_parameters
 from rlft_fast.models import (
     ImageInputs,
@@ -221,8 +228,11 @@ def run_blocks(
     config = workload.config
     group = world.sequence_group(config.sequence_parallel)
     model = deepcopy(model) if repeats is None else repeats.shortened(model, num_repeats)
-    if workload.trains and config.activation_checkpointing in ("selective", "full"):
-        checkpoint_activations(decoder_blocks(model, config.wrap), config.activation_checkpointing)
+    mode, blocks = config.activation_checkpointing, decoder_blocks(model, config.wrap)
+    if workload.trains and mode in ("selective", "full", "offload"):
+        checkpoint_activations(blocks, mode)
+    if workload.trains and mode == "offload":
+        offload_inputs(blocks, torch.device("meta"))  # whose bytes the tracker does not count
     shard(model, config, world)
     operator = "linear_logprob_loss" if workload.trains else "linear_logprob"
     with MemoryTracker(f"rlft_fast::{operator}") as tracker:

@@ -6,7 +6,7 @@ wrap      which modules FSDP2 shards as units, and how the units behave
 mesh      which ranks share one copy of a model
 """
 
-from rlft_fast.engine.sharding.blocks import checkpoint_activations
+from rlft_fast.engine.sharding.blocks import checkpoint_activations, offload_inputs
 from rlft_fast.engine.sharding.build import (
     build_model,
     is_wrapped,
@@ -44,6 +44,7 @@ __all__ = [
     "is_wrapped",
     "move_gradients",
     "narrowed",
+    "offload_inputs",
     "prepare_blocks",
     "reduce_gradients",
     "require_own_numbers",

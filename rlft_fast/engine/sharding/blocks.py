@@ -5,12 +5,13 @@ the recomputed or compiled code.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 import torch.nn.attention.varlen  # registers the operator named below
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # Mode "selective" keeps the results of these operators: matrix products, and attention, whose flops grow with the
@@ -27,18 +28,46 @@ _EXPENSIVE = {
 }
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: Literal["selective", "full"]) -> None:
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: Literal["selective", "full", "offload"]) -> None:
     """Has blocks keep only their inputs and run again in the backward pass. Chen et al. 2016, arXiv:1604.06174.
 
     Args:
         blocks: changed in place.
-        mode: "selective" also keeps the results of matrix products and attention, and does not run these again.
+        mode: "selective" also keeps the results of matrix products and attention, and does not run these again. The
+            inputs stay with "offload", too, until `offload_inputs`.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def offload_inputs(blocks: Iterable[nn.Module], host: torch.device) -> None:
+    """Has blocks that are checkpointed in full keep their inputs in another memory until the backward pass.
+
+    Inputs keep their bits. Copies run in the stream of the computation, so that nothing waits for them but the device.
+
+    Args:
+        blocks: from `checkpoint_activations` and `compile_blocks`; changed in place.
+        host: keeps the inputs. Memory of a CPU is pinned.
+    """
+    for block in blocks:
+        block.forward = functools.partial(_run_offloaded, block.forward, host)
+
+
+def _run_offloaded(forward: Callable[..., Any], host: torch.device, *arguments: Any, **options: Any) -> Any:
+    inputs = {x.untyped_storage()._cdata for x in arguments if isinstance(x, Tensor)}
+    device = next((x.device for x in arguments if isinstance(x, Tensor)), host)
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in inputs:  # a compiled block also saves its weights
+            return tensor
+        kept = torch.empty_like(tensor, device=host, pin_memory=tensor.is_cuda and host.type == "cpu")
+        return kept.copy_(tensor, non_blocking=True)
+
+    with saved_tensors_hooks(pack, lambda kept: kept.to(device, non_blocking=True)):
+        return forward(*arguments, **options)
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

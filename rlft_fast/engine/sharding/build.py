@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from rlft_fast.config import EngineConfig, HeadKind
-from rlft_fast.engine.sharding.blocks import checkpoint_activations, compile_blocks
+from rlft_fast.engine.sharding.blocks import checkpoint_activations, compile_blocks, offload_inputs
 from rlft_fast.engine.sharding.mesh import device_memory, device_mesh, resolve_shard_size
 from rlft_fast.engine.sharding.narrow import narrow
 from rlft_fast.engine.sharding.wrap import decoder_blocks, reshard, shard_model
@@ -84,10 +84,13 @@ def prepare_blocks(model: nn.Module, config: EngineConfig, *, trains: bool, comp
     if not trains:
         model.requires_grad_(False)
     blocks = decoder_blocks(model, config.wrap)
-    if trains and config.activation_checkpointing in ("selective", "full"):
-        checkpoint_activations(blocks, config.activation_checkpointing)
+    mode = config.activation_checkpointing if trains else "none"
+    if mode in ("selective", "full", "offload"):
+        checkpoint_activations(blocks, mode)
     if config.compile is True and compiles:
         compile_blocks(blocks)
+    if mode == "offload":
+        offload_inputs(blocks, torch.device("cpu"))
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

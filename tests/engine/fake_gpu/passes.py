@@ -20,6 +20,7 @@ from rlft_fast.engine import FSDPEngine  # noqa: E402
 from rlft_fast.engine.loss import Loss  # noqa: E402
 from rlft_fast.engine.optimizer import build_optimizer  # noqa: E402
 from rlft_fast.engine.sharding.build import build_model  # noqa: E402
+from rlft_fast.engine.sharding.wrap import decoder_blocks  # noqa: E402
 from rlft_fast.models.weights import materialize  # noqa: E402
 from rlft_fast.rl import PolicyLoss, ValueLoss  # noqa: E402
 from tests.engine.reference import random_batch, with_supports  # noqa: E402
@@ -81,6 +82,9 @@ def main(folder: Path) -> None:
                 seen[f"train {name} {loss}"] = train(mode, engine, batch, LOSSES[loss])
         seen["train supports"] = train(mode, engine, with_supports(batch), LOSSES["ppo"])
         seen["infer"] = infer(mode, engine, batch, ("logprob", "entropy"))
+        offloaded = make_engine(folder / "llama", activation_checkpointing="offload")
+        seen["train offloaded"] = train(mode, offloaded, batch, LOSSES["ppo"])
+        seen["blocks"] = ["block"] * len(decoder_blocks(offloaded.model))
         critic = make_engine(folder / "llama", "value")
         seen["train critic"] = train(mode, critic, batch, ValueLoss())
         seen["step of offloaded weights"] = step_of_offloaded_weights(mode, folder / "llama")

@@ -33,10 +33,16 @@ def seen(tmp_path_factory) -> dict[str, list[str]]:
 
 def test_a_micro_batch_does_not_wait(seen):
     steps = {case: what for case, what in seen.items() if case.startswith("train")}
-    assert len(steps) == 11
+    assert len(steps) == 12
     assert {what for step in steps.values() for what in step if what.startswith("from")} == set()
     assert "linear_logprob_loss" in steps["train llama ppo"]
     assert "support_logits_backward" in steps["train supports"]
+
+
+def test_inputs_of_blocks_go_to_the_host(seen):
+    """Each input once, without a wait; nothing else of a block does."""
+    assert seen["train offloaded"].count("to host") == len(seen["blocks"])
+    assert "to host" not in seen["train llama ppo"]
 
 
 def test_inference_waits_when_all_micro_batches_are_on_their_way(seen):

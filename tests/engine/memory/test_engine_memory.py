@@ -1,5 +1,6 @@
 """Plans against what a step really allocates, as torch's allocator reports it to the profiler."""
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,19 @@ def test_plan_is_what_one_process_allocates(tmp_path, checkpointing):
     engine = FSDPEngine(str(path), config, num_training_steps=9).initialize()
     assert plan.total_bytes == pytest.approx(measured_bytes(engine, full_batch(1024, 2), PolicyLoss()), rel=TOLERANCE)
     assert plan.sent_bytes == 0
+
+
+def test_offloaded_inputs_leave_the_device(tmp_path):
+    """One hidden state of each token and block."""
+    path = save_model(tmp_path, width=256)
+    full, offloaded = (
+        plan_engine_memory(str(path), EngineConfig(max_tokens=1024, activation_checkpointing=mode), 2, 2)
+        for mode in ("full", "offload")
+    )
+    num_layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    assert offloaded.host == {"activations": 1024 * 256 * 2 * num_layers}
+    assert full.host == {}
+    assert full.total_bytes - offloaded.total_bytes == offloaded.host["activations"]
 
 
 def test_plan_of_a_critic(tmp_path):
