@@ -10,6 +10,8 @@ import pytest
 from benchmarks.learning.curriculum import WORK, work_to_level
 from benchmarks.learning.curriculum import bars_of as curriculum_bars
 from benchmarks.learning.curriculum import write_report as write_curriculum_report
+from benchmarks.learning.distillation import bars_of as distillation_bars
+from benchmarks.learning.distillation import write_report as write_distillation_report
 from benchmarks.learning.race import SIDES, UPDATES, Leg, all_legs, finished_legs
 from benchmarks.learning.report import (
     HF,
@@ -145,3 +147,24 @@ def test_a_curriculum_is_measured_in_work_to_the_level(tmp_path):
     assert bars["CPU s to 0.8, both / plain, 1 seeds"] == pytest.approx(1.0)
     assert "| [both, seed 0](curriculum/both-seed0.json)" in write_curriculum_report(legs, tmp_path)
     assert (tmp_path / "curriculum.png").is_file()
+
+
+def distillation_leg(variant: str, seed: int, cpu: float, accuracy: list[float]) -> dict:
+    """An evaluation after each step, of which each takes the same work."""
+    points = [{"step": i, "seconds": 2 * cpu * i, "cpu": cpu * i, "accuracy": x} for i, x in enumerate(accuracy)]
+    return {"variant": variant, "seed": seed, "environment": FACTS | {"load": "0.1 at the start"}, "points": points}
+
+
+def test_distillation_is_compared_after_equal_work(tmp_path):
+    """Between two evaluations of the other."""
+    legs = [
+        distillation_leg("rl", 0, 100, [0.2, 0.9]),
+        distillation_leg("distil", 0, 15, [0.2, 0.6, 0.8]),
+        distillation_leg("sft", 0, 20, [0.2, 0.4, 0.8]),
+    ]
+    bars = {bar.name: bar.value for bar in distillation_bars(legs)}
+    assert bars["distil: share of wrong answers, 1 seeds"] == pytest.approx(0.2)
+    assert bars["CPU s: distil / rl"] == pytest.approx(0.3)
+    assert bars["share of wrong answers after equal CPU s: distil / sft"] == pytest.approx(0.2 / 0.4)
+    assert "| [sft, seed 0](distillation/sft-seed0.json)" in write_distillation_report(legs, tmp_path)
+    assert (tmp_path / "distillation.png").is_file()
