@@ -354,6 +354,12 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
             {"evaluation": {"path": "x.jsonl", "temperature": 1e-3}, "rollout.backend": "vllm"},
             r"evaluation\.temperature is 0\.001, but vLLM would sample at 0\.01",
         ),
+        ({"rollout.structured": {"regex": "a"}, "rollout.top_k": 5}, "structured is for a vLLM in the processes that"),
+        ({"rollout.structured": {"regex": "a"}, "rollout.backend": "vllm"}, "structured is given without a top_k"),
+        (
+            {"rollout.structured": {"regex": {}}, "rollout.backend": "vllm", "rollout.top_k": 5},
+            "structured has one of regex",
+        ),
         ({"rollout.min_p": 0.1}, r"min_p is 0\.1 without a top_k"),
         ({"rollout.top_p": 0.9}, r"top_p is 0\.9 without a top_k"),
         ({"algorithm.advantage": "rloo", "rollout.samples_per_prompt": 1}, "rloo compares samples"),

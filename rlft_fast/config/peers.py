@@ -22,6 +22,8 @@ _NAMES = {
     "reward.overlong_buffer": "overlong_buffer_len",
     "reward.overlong_penalty": "overlong_penalty_factor",
     "rollout.backend": "use_vllm",
+    "rollout.structured": "guided_decoding guided_decoding_regex guided_json structured_outputs "
+    "vllm_structured_outputs_regex vllm_guided_decoding_regex",
     "rollout.servers": "vllm_server_base_url vllm_server_host",
     "rollout.vllm.process": "vllm_mode",
     "rollout.vllm.tensor_parallel": "vllm_tensor_parallel_size tensor_model_parallel_size",
@@ -105,8 +107,7 @@ _REASONS = {
     "distribution: use rollout.temperature, rollout.top_k, rollout.min_p or rollout.top_p": "repetition_penalty "
     "presence_penalty frequency_penalty logit_bias typical_p epsilon_cutoff eta_cutoff top_n_sigma min_tokens "
     "min_new_tokens no_repeat_ngram_size bad_words bad_words_ids allowed_token_ids logits_processors "
-    "encoder_repetition_penalty guided_decoding guided_decoding_regex guided_json structured_outputs "
-    "vllm_structured_outputs_regex vllm_guided_decoding_regex",
+    "encoder_repetition_penalty",
     "it searches for likely answers, and learning needs samples": "num_beams num_beam_groups use_beam_search "
     "length_penalty best_of",
     "an answer ends at its end token, which is learned, too": "ignore_eos",

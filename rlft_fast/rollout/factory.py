@@ -19,6 +19,7 @@ from rlft_fast.rollout.vllm import (
     SeparateVLLM,
     ServedVLLM,
     ServerError,
+    check_structured,
     check_vllm,
     model_fingerprint,
     weight_backend,
@@ -65,6 +66,7 @@ def _vllm_rollout(
     engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int
 ) -> Rollout:
     check_vllm(config.vllm, engine.world)
+    check_structured(config.structured)
     model = _sampled_model(engine, tokenizer, config)
     is_colocated = config.vllm.process == "colocated"
     kind = ColocatedVLLM if is_colocated else SeparateVLLM

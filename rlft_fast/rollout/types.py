@@ -1,8 +1,8 @@
 """Requests to a generator, its completions, and the methods of every generator."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ class SamplingParams:
             Needs a `top_k`.
         stop: texts that end a completion, as an end token does. The tokens of the text are kept. A text may also be
             the name of a special token.
+        structured: ``regex``, ``json_schema`` or ``grammar`` that the text of a completion obeys, see `RolloutConfig`.
 
     Raises:
         ValueError: a `min_p` or `top_p` without a `top_k`, or one of them out of range.
@@ -39,6 +40,7 @@ class SamplingParams:
     min_p: float = 0.0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
+    structured: Mapping[Literal["regex", "json_schema", "grammar"], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:

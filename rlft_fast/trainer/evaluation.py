@@ -58,7 +58,7 @@ def evaluate_sets(
     assert settings is not None
     params = SamplingParams(
         n=settings.samples_per_prompt, max_new_tokens=config.max_evaluation_tokens, temperature=settings.temperature,
-        stop=config.rollout.stop,
+        stop=config.rollout.stop, structured=config.rollout.structured,
     )  # fmt: skip
     samples: dict[str, Samples] = {}
     for i, (name, prompts) in enumerate(held_out.items()):

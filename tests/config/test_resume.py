@@ -94,7 +94,7 @@ def another(value: Any, field: Any) -> Any:
         "scale",
         "template",
     ]
-    mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}, {"x": {"model": "m"}}, {"x": {"name": "m:G"}}
+    mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}, {"x": {"model": "m"}}, {"x": {"name": "m:G"}}, {"regex": "a"}
     for other in (0.25, 1, 2, True, False, *words, *mappings, ("x",), ("wandb",), (0.5, 0.5), (1,)):
         with suppress(ValidationError):
             if (taken := adapter.validate_python(other, strict=not isinstance(other, tuple))) != value:

@@ -109,6 +109,8 @@ class RolloutConfig(Section):
     """Of the tokens left, sample only among the likeliest whose probabilities add up to this. Needs a top_k."""
     stop: tuple[str, ...] = ()
     """Texts, or names of special tokens, that end a completion as an end token does."""
+    structured: dict[Literal["regex", "json_schema", "grammar"], str | dict[str, Any]] = Field(default={})
+    """One of regex, json_schema and grammar (EBNF), which each completion obeys. Needs top_k, and a colocated vLLM."""
     batch_size: MayChange[PositiveInt] = 64
     """Most completions generated at once on each process."""
     max_staleness: Annotated[NonNegativeInt, Field(le=1000)] = 0
@@ -119,6 +121,24 @@ class RolloutConfig(Section):
     def dtype_beside(self, compute_dtype: str) -> str:
         """The dtype in which completions of a policy are sampled, for the dtype that the policy computes in."""
         return compute_dtype if self.dtype == "auto" else self.dtype
+
+    @rule
+    def _structure_has_a_support(self) -> Iterator[str]:
+        if not self.structured:
+            return
+        if len(self.structured) > 1 or not all(
+            isinstance(value, str) or name == "json_schema" for name, value in self.structured.items()
+        ):
+            yield "structured has one of regex (a text), json_schema (a text or a mapping) and grammar (a text)"
+        if self.backend != "vllm" or self.vllm.process != "colocated" or self.servers:
+            yield (
+                "structured is for a vLLM in the processes that train: set backend: vllm, with vllm.process: colocated"
+            )
+        if self.top_k is None:
+            yield (
+                "structured is given without a top_k, but training stores the candidates of each token: bound their "
+                "number, for example by top_k: 100"
+            )
 
     @rule
     def _updates_in_flight_what_is_stale(self) -> Iterator[str]:

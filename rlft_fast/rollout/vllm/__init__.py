@@ -15,6 +15,7 @@ worker           the receiving side of weights, which vLLM's workers import
 
 from rlft_fast.rollout.vllm.colocated import ColocatedVLLM, check_vllm
 from rlft_fast.rollout.vllm.images import why_no_images
+from rlft_fast.rollout.vllm.requests import check_structured
 from rlft_fast.rollout.vllm.scheduling import ServerError
 from rlft_fast.rollout.vllm.separate import SeparateVLLM
 from rlft_fast.rollout.vllm.served import ServedVLLM
@@ -33,6 +34,7 @@ __all__ = [
     "ServedVLLM",
     "ServerError",
     "VLLMServer",
+    "check_structured",
     "check_vllm",
     "model_fingerprint",
     "server_command",

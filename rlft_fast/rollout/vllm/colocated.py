@@ -300,7 +300,7 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
         max_logprobs=-1,  # as many as top-k keeps
         generation_config="vllm",  # not the model's own sampling defaults
         # vLLM's processor of images, which it tries at its start, needs the tokenizer, too.
-        skip_tokenizer_init=not config.stop and image_family(model.path) is None,
+        skip_tokenizer_init=not (config.stop or config.structured) and image_family(model.path) is None,
         **{"enable_prefix_caching": True} | device_options(config.vllm, model.device.type == "cpu"),
         **options,
     )

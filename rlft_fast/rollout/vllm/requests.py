@@ -1,7 +1,7 @@
 """vLLM's form of requests, and completions from vLLM's outputs."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import SMALLEST_VLLM_TEMPERATURE, VLLMConfig
+from rlft_fast.errors import brief
 from rlft_fast.models import split_stop
 from rlft_fast.rollout.types import (
     Answers,
@@ -41,6 +42,8 @@ def vllm_requests(
     import vllm
 
     fields = request_fields(params, model, *split_stop(params.stop, tokenizer))
+    if params.structured:
+        fields["structured_outputs"] = structured_outputs(params.structured)
     prompts = [
         {"prompt_token_ids": [*request.token_ids]}
         if request.images is None
@@ -79,6 +82,31 @@ def outputs_of(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[
         engine.abort_request(names)
         raise
     return [outputs[name] for name in names]
+
+
+def structured_outputs(structured: Mapping[Any, Any]) -> Any:
+    """vLLM's form of what texts obey. vLLM masks the logits before its sampler cuts them by top-k, min-p and top-p."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    names = {"json_schema": "json"}
+    return StructuredOutputsParams(**{names.get(name, name): value for name, value in structured.items()})
+
+
+def check_structured(structured: Mapping[Any, Any]) -> None:
+    """Refuses what vLLM cannot read, before anything is started.
+
+    Raises:
+        ValueError: a wrong pattern, schema or grammar, or one that xgrammar does not know.
+    """
+    if not structured:
+        return
+    from vllm import SamplingParams
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+    try:
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=structured_outputs(structured)))
+    except Exception as error:  # xgrammar's and vLLM's own
+        raise ValueError(f"rollout.structured cannot be used: {brief(error)}") from error
 
 
 def request_fields(

@@ -192,7 +192,9 @@ class Collector:
     def greedy(self, prompts: Prompts) -> Samples:
         """The most likely answer to each prompt, scored as the samples are. All ranks must call it together."""
         config = self.config.rollout
-        params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=0.0, stop=config.stop)
+        params = SamplingParams(
+            max_new_tokens=config.max_new_tokens, temperature=0.0, stop=config.stop, structured=config.structured
+        )
         return self.penalize_length(self.judge.score(prompts, self.answer(prompts, params)))
 
     def answer(self, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None) -> Samples:
@@ -247,6 +249,7 @@ class Collector:
         params = SamplingParams(
             n=len(numbers), max_new_tokens=config.max_new_tokens, temperature=config.temperature,
             top_k=config.top_k, min_p=config.min_p, top_p=config.top_p, stop=config.stop,
+            structured=config.structured,
         )  # fmt: skip
         own = [rows[i] for i in own_rows(self.world, prompts)]
         seeds = [seeds[numbers.start :] for seeds in sample_seeds(self.config.seed, step, own, numbers.stop)]

@@ -49,8 +49,11 @@ from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
 
 
-def make_rollout(engine: FSDPEngine, **vllm) -> Rollout:
-    config = RolloutConfig(backend="vllm", vllm=VLLMConfig(**SMALL | vllm), batch_size=32, stop=("XY",))
+def make_rollout(engine: FSDPEngine, structured: dict | None = None, **vllm) -> Rollout:
+    config = RolloutConfig(
+        backend="vllm", vllm=VLLMConfig(**SMALL | vllm), batch_size=32, structured=structured or {},
+        **({"top_k": 6} if structured else {"stop": ("XY",)}),
+    )  # fmt: skip
     return build_rollout(engine, load_tokenizer(engine.path), config, max_sequence_tokens=256)
 
 
@@ -419,6 +422,39 @@ def test_settings_that_need_gpus(tiny_model):
         make_rollout(engine, tensor_parallel=2)
     with pytest.raises(ValueError, match="transfer ipc needs GPUs"):
         make_rollout(engine, process="separate", transfer="ipc")
+
+
+def structured(rank: int, folder: Path) -> None:
+    """Texts obey; over what structure and top-k both allow, the engine has vLLM's probabilities."""
+    torch.set_num_threads(1)
+    engine = make_engine(folder)
+    structures = [
+        ({"regex": "[a-d]{2,4}"}, lambda text: re.fullmatch("[a-d]{2,4}", text)),
+        ({"json_schema": {"enum": ["ab", "cde"]}}, lambda text: json.loads(text) in ("ab", "cde")),
+        ({"grammar": 'root ::= ("x" | "yz")+ "!"'}, lambda text: re.fullmatch("(x|yz)+!", text)),
+    ]
+    with pytest.raises(ValueError, match=r"rollout\.structured cannot be used"):
+        make_rollout(engine, structured={"regex": "[a-"})
+    rollout = make_rollout(engine, structured=structures[0][0])
+    rollout.sync()
+    tokenizer = load_tokenizer(engine.path)
+    for given, obeys in structures:
+        params = SamplingParams(n=30, max_new_tokens=9, temperature=0.7, top_k=6, structured=given)
+        groups = rollout.generate(PROMPTS, params)
+        whole = [sample for group in groups for sample in group if sample.finish_reason == "stop"]
+        assert len(whole) > 20
+        assert all(obeys(tokenizer.decode(sample.token_ids, skip_special_tokens=True)) for sample in whole)
+        for batch in check_logprobs(engine, PROMPTS, groups):
+            assert (batch.support_TK >= 0).sum(1)[batch.loss_mask_T].min() >= 1
+    (greedy,) = rollout.generate(PROMPTS[:1], SamplingParams(max_new_tokens=9, temperature=0.0, structured=given))
+    assert greedy[0].support is None
+    rollout.close()
+
+
+@needs_vllm
+@pytest.mark.dist
+def test_completions_obey_a_structure(tmp_path):
+    run_distributed(structured, 1, save_tiny_model("llama", tmp_path / "model", **HEADS))
 
 
 @needs_vllm
