@@ -19,7 +19,7 @@ ROWS = [{"prompt": [{"role": "user", "content": "Take me up."}], "floor": floor}
 
 
 class Lift:
-    """A lift of ten floors. The reward is the share of the way that it has gone."""
+    """A lift of ten floors. The reward is 1 less the distance from the wanted floor, as a share of its height."""
 
     def reset(self, floor: int, **row: Any) -> str:
         self.wanted, self.floor = floor, 0

@@ -194,7 +194,7 @@ def at_work(leg: dict[str, Any], work: float, column: str) -> float:
 
 
 def bars_of(legs: list[dict[str, Any]]) -> list[Bar]:
-    """What must hold, by means over the seeds that every variant has."""
+    """What must hold, by means over the seeds that distil and sft have, and over all seeds of rl."""
     by_name = {(leg["variant"], leg["seed"]): leg for leg in legs}
     seeds = [seed for name, seed in by_name if name == "distil" and ("sft", seed) in by_name]
     if not seeds or not (races := [leg for leg in legs if leg["variant"] == "rl"]):

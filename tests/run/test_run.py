@@ -296,7 +296,7 @@ def test_trackers_get_steps_in_order_and_texts_as_asked(tmp_path, monkeypatch):
         def __exit__(self, kind, *_) -> None:
             got.append(("ends", kind is not None))
 
-    monkeypatch.setitem(trackers._TRACKERS, "tensorboard", Noting)
+    monkeypatch.setitem(trackers._CONNECT, "tensorboard", Noting)
     changes = {"log": ["jsonl", "tensorboard"], "log_texts": 2, "steps": 5, "evaluation__every": 4}
     with pytest.raises(RewardError):
         count(tmp_path, {("train_step", 1): raising(RewardError("no"))}, **changes)

@@ -206,12 +206,16 @@ def host_moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> 
 
 
 def offloaded_input_bytes(model: RLModel, config: EngineConfig) -> int:
-    """Bytes of a micro-batch's block inputs in the CPU's memory, with ``activation_checkpointing: offload``."""
+    """Bytes of a micro-batch's block inputs in the CPU's memory, with ``activation_checkpointing: offload``.
+
+    Torch allocates pinned memory in powers of two.
+    """
     if config.activation_checkpointing != "offload":
         return 0
     text = model.backbone.config.get_text_config()
     rows = -(-config.max_tokens // config.sequence_parallel)
-    return rows * text.num_hidden_layers * text.hidden_size * getattr(torch, config.compute_dtype).itemsize
+    num_bytes = rows * text.hidden_size * getattr(torch, config.compute_dtype).itemsize
+    return text.num_hidden_layers << (num_bytes - 1).bit_length()
 
 
 def _moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:
