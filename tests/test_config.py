@@ -357,6 +357,15 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
         ({"rollout.structured": {"regex": "a"}, "rollout.top_k": 5}, "structured is for a vLLM in the processes that"),
         ({"rollout.structured": {"regex": "a"}, "rollout.backend": "vllm"}, "structured is given without a top_k"),
         (
+            {
+                "rollout.structured": {"regex": "a"},
+                "rollout.backend": "vllm",
+                "rollout.top_k": 5,
+                "cluster.generators": {},
+            },
+            r"structured is for a vLLM in the processes that train, but cluster\.generators are servers",
+        ),
+        (
             {"rollout.structured": {"regex": {}}, "rollout.backend": "vllm", "rollout.top_k": 5},
             "structured has one of regex",
         ),

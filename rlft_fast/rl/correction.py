@@ -149,7 +149,7 @@ def mismatch_metrics(logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask_T: 
         k3 = less_one - np.minimum(log_ratio, MAX_LOG_RATIO)
         weight = np.add(less_one, 1.0, out=less_one)
         sums += distance.sum(), -log_ratio.sum(), k3.sum(), weight.sum(), np.square(weight).sum()
-        largest = max(largest, distance.max(initial=0.0))
+        largest = np.maximum(largest, distance.max(initial=0.0))  # NaN stays
     distance_sum, k1_sum, k3_sum, weight_sum, square_sum = sums.tolist()
     return {
         "mismatch_mean": distance_sum / count,

@@ -271,7 +271,16 @@ class PPOTrainer:
 
 
 def _without_generator(config: Config) -> Config:
-    """The configuration of a replay's models: the policy samples for evaluations alone."""
+    """The configuration of a replay's models: the policy samples for evaluations alone.
+
+    Raises:
+        ValueError: the run has evaluated completions that obey a structure, which vLLM alone forces them to.
+    """
+    if config.rollout.structured and config.evaluation is not None:
+        raise ValueError(
+            "a replay evaluates with transformers, whose completions do not obey rollout.structured: leave out the "
+            "evaluation section"
+        )
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"backend": "hf"})})
 
 

@@ -71,6 +71,11 @@ def test_metrics_by_hand():
     }  # fmt: skip
 
 
+def test_a_number_that_is_none_is_in_every_metric():
+    found = mismatch_metrics(OLD_T.where(torch.arange(len(OLD_T)) != MASK_T.nonzero()[0], math.nan), ROLLOUT_T, MASK_T)
+    assert all(math.isnan(value) for value in found.values())
+
+
 def large_rollout(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     logprob_T, noise_T = torch.randn(2, num_tokens, generator=draw)

@@ -260,6 +260,11 @@ class Config(RunConfig):
                 "cluster.generators are vLLM servers of the run's own: set rollout.backend to vllm, and leave out "
                 "rollout.servers"
             )
+        if self.rollout.structured:
+            yield (
+                "rollout.structured is for a vLLM in the processes that train, but cluster.generators are servers: "
+                "leave out one of the two"
+            )
         if max(generators.gpus, 1) != self.rollout.vllm.tensor_parallel_size:
             yield (
                 f"cluster.generators.gpus is {generators.gpus}, but rollout.vllm.tensor_parallel is "

@@ -98,13 +98,20 @@ def penalize_length(samples: Samples, config: RewardConfig, max_new_tokens: int)
         samples = samples.replace(reward_B=samples.reward_B.clamp(*config.clip))  # NaN stays
     if not (config.truncation_penalty or config.overlong_buffer):
         return samples
-    near = [
-        overlong_penalty(length, max_new_tokens, config.overlong_buffer) for length in samples.sampled_length_B.tolist()
-    ]
+    near = [overlong_penalty(x, max_new_tokens, config.overlong_buffer) for x in _longest_sampled(samples).tolist()]
     cost_B = config.truncation_penalty * (~samples.stopped_B).double() + config.overlong_penalty * _numbers(near)
     reward_B = samples.reward_B - cost_B
     length_B = (0.0 - cost_B).where(samples.has_reward_B, math.nan)
     return samples.replace(reward_B=reward_B, parts={**samples.parts, "length": length_B})
+
+
+def _longest_sampled(samples: Samples) -> Tensor:
+    """(B,) int64, sampled tokens of each completion, or of the longest of its branches, each of which has the limit."""
+    if samples.kept_T is None:
+        return samples.sampled_length_B
+    index_U, _, length_N, sample_N = samples.branches()
+    sampled_N = torch.stack([own.sum() for own in samples.is_sampled_T[index_U].split(length_N.tolist())])
+    return torch.zeros_like(samples.length_B).scatter_reduce(0, sample_N, sampled_N, "amax")
 
 
 def rows_with_signal(samples: Samples, part: str | None = None) -> list[int]:

@@ -1,15 +1,15 @@
 """Branches of episodes: the policy goes on from the history that its chat template writes."""
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 import torch
 
-from rlft_fast.config import AlgorithmConfig
+from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Samples
 from rlft_fast.engine import weighted
 from rlft_fast.rollout import Request
-from rlft_fast.trainer.collect import mini_batch_rows
+from rlft_fast.trainer.collect.experience import mini_batch_rows, penalize_length
 from rlft_fast.trainer.learn import Objective
 from tests.trainer.episodes.scripted import IM_END, in_turn
 
@@ -160,6 +160,17 @@ def test_an_episode_learns_as_a_whole(branched):
             found.append([x_T[batch.loss_mask_T].tolist() for x_T in columns])
         assert found[0] == found[1]
         assert any(found[0][0])
+
+
+def test_the_limit_of_tokens_is_of_a_branch(branched):
+    """Here a branch has one turn of the policy, and what it samples is in one piece."""
+    (samples, _), _ = branched
+    own = zip(samples.is_sampled_T.split(samples.length_B.tolist()), strict=True)
+    longest = [max(len([*run]) for sampled, run in groupby(x_T.tolist()) if sampled) for (x_T,) in own]
+    config = RewardConfig(truncation_penalty=0.0, overlong_buffer=4, overlong_penalty=0.5)
+    near = penalize_length(samples, config, max(longest) + 2).reward_B - samples.reward_B
+    assert near.tolist() == [-0.25 if x == max(longest) else -0.5 * max(0, x + 2 - max(longest)) / 4 for x in longest]
+    assert near.min() == -0.25
 
 
 def test_an_episode_is_in_one_mini_batch(branched):
