@@ -42,15 +42,24 @@ class Guard:
             self._tell(f"-{pid} {mark}\n")
 
     def _tell(self, line: str) -> None:
-        if self._process is None or self._process.poll() is not None:  # the guard may have been killed
+        try:
+            if self._process is None or self._process.poll() is not None:
+                raise BrokenPipeError
+            self._write(line)
+        except BrokenPipeError:  # the guard has not been started, or has been killed, maybe just now
             self._process = self._start()
-            line = "".join(f"+{worker}\n" for worker in self._workers)
+            self._write("".join(f"+{worker}\n" for worker in self._workers))
+
+    def _write(self, lines: str) -> None:
+        assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(line.encode())
+        self._process.stdin.write(lines.encode())
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", "-S", __file__]
-        process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+        # Another thread may be starting a worker. With the worker's mark, the guard would end with the worker.
+        unmarked = {name: value for name, value in os.environ.items() if name != MARK}
+        process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True, env=unmarked)
         util.Finalize(process, _close, (process,), exitpriority=0)  # runs before multiprocessing waits for workers
         return process
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlft_fast.isolation.guard import MARK, Guard
 from rlft_fast.rewards import IsolatedReward
 from rlft_fast.rewards.isolated import _is_answer
 from rlft_fast.rewards.scoring import FAILED
@@ -234,3 +236,20 @@ def test_a_long_error_is_shortened(isolated):
 def test_an_unknown_function_is_refused():
     with pytest.raises(ValueError, match=r"has no function 'obeys' \(did you mean obey"):
         IsolatedReward(f"{HERE}:obeys", timeout_s=1.0)
+
+
+def test_a_guard_that_dies_while_it_is_told_is_started_again(monkeypatch):
+    """It has ended, and is not known to have ended: the pipe breaks."""
+    guard, mark = Guard(), secrets.token_hex(16)
+    monkeypatch.setenv(MARK, mark)  # as in the moment in which another thread starts a worker
+    command = ["sh", "-c", "exec <&-; echo; exec sleep 60"]
+    with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as deaf:
+        deaf.stdout.read(1)
+        guard._process = deaf
+        worker = subprocess.Popen(["sleep", "60"], start_new_session=True, env={MARK: mark})
+        guard.watch(worker.pid, mark)
+        assert guard._process is not deaf
+        deaf.kill()
+    guard._process.stdin.close()  # as at the end of the trainer
+    assert worker.wait(10) == -signal.SIGKILL
+    assert guard._process.wait(10) == 0  # it has not the mark of the worker that it kills
