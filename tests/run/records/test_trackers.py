@@ -198,6 +198,7 @@ WORK = [
 def test_opentelemetry_gets_a_span_for_each_piece_of_work(tmp_path):
     """By the provider of the process, in a process of its own: a provider is set once."""
     code = """if True:
+        import json
         import sys
         from pathlib import Path
         from opentelemetry import trace
@@ -205,8 +206,8 @@ def test_opentelemetry_gets_a_span_for_each_piece_of_work(tmp_path):
         from opentelemetry.sdk.trace.export import SimpleSpanProcessor
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
         from rlft_fast.run.records.trackers import TrackedRun, Tracker
-        from tests.run.records.test_trackers import WORK
 
+        work = [tuple(piece) for piece in json.loads(sys.argv[1])]
         memory = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(memory))
@@ -214,7 +215,7 @@ def test_opentelemetry_gets_a_span_for_each_piece_of_work(tmp_path):
         tracker = Tracker("opentelemetry", TrackedRun(Path("a run"), "1234", 0, {}), sys.exit)
         tracker.send(7, {"loss": 1.0})
         for step in (7, 8):
-            tracker.trace(step, 100.0 + step, 104.75 + step, WORK)
+            tracker.trace(step, 100.0 + step, 104.75 + step, work)
         tracker.close(60.0)
         found = memory.get_finished_spans()
         roots = {span.context.span_id: span for span in found if span.parent is None}
@@ -225,10 +226,10 @@ def test_opentelemetry_gets_a_span_for_each_piece_of_work(tmp_path):
             assert dict(root.attributes) == {"run": "a run", "run_id": "1234", "step": number}
             inside = [span for span in found if span.parent is not None and roots[span.parent.span_id] is root]
             got = [(x.name, x.attributes["worker"], x.start_time / 1e9, x.end_time / 1e9) for x in inside]
-            assert got == WORK, got
+            assert got == work, got
             assert {span.context.trace_id for span in inside} == {root.context.trace_id}
     """
-    ended = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    ended = subprocess.run([sys.executable, "-c", code, json.dumps(WORK)], text=True, capture_output=True)
     assert ended.returncode == 0, ended.stderr
 
 
