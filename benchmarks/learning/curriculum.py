@@ -7,11 +7,9 @@ and CPU seconds nearly not. A finished leg is one JSON file in benchmarks/result
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +19,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from benchmarks.learning.legs import leg_parser, run_legs
 from benchmarks.learning.race import RESULTS
 from benchmarks.learning.report import crossing
 from benchmarks.support.document import Bar, bar_table, fill, table, versions, write_files
@@ -158,28 +157,12 @@ def draw(legs: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], help="(default: all)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="(default: %(default)s)")
-    parser.add_argument("--report-only", action="store_true", help="run nothing; write the report of what is finished")
-    parser.add_argument("--leg", nargs=2, metavar=("VARIANT", "SEED"), help="run one leg here and print its JSON")
-    options = parser.parse_args()
+    options = leg_parser(__doc__, VARIANTS).parse_args()
     if options.leg:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(run_leg(options.leg[0], int(options.leg[1]), Path(folder))))
         return
-    folder = RESULTS / "curriculum"
-    folder.mkdir(parents=True, exist_ok=True)
-    for seed in options.seeds:
-        for variant in options.variants:
-            path = folder / f"{variant}-seed{seed}.json"
-            if not (options.report_only or path.exists()):
-                command = [sys.executable, "-m", "benchmarks.learning.curriculum", "--leg", variant, str(seed)]
-                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-                path.write_text(done.stdout.splitlines()[-1] + "\n")
-    order = [folder / f"{variant}-seed{seed}.json" for variant in VARIANTS for seed in range(100)]
-    if not (legs := [json.loads(path.read_text()) for path in order if path.exists()]):
-        raise SystemExit("no leg is finished")
+    legs = run_legs("benchmarks.learning.curriculum", RESULTS / "curriculum", VARIANTS, options)
     print(write_report(legs, RESULTS))
 
 

@@ -7,12 +7,10 @@ kept. The teacher, the policy that the demo's leg of the first seed ends with, i
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +20,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from benchmarks.learning.legs import leg_parser, run_legs
 from benchmarks.learning.race import RESULTS
 from benchmarks.support.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.support.harness import environment
@@ -250,34 +249,19 @@ def draw(legs: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], help="(default: all)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="(default: %(default)s)")
+    parser = leg_parser(__doc__, VARIANTS)
     parser.add_argument(
         "--teacher", type=Path, default=RESULTS.parents[1] / "build" / "teacher", help="(default: %(default)s)"
     )
-    parser.add_argument("--report-only", action="store_true", help="run nothing; write the report of what is finished")
-    parser.add_argument("--leg", nargs=2, metavar=("VARIANT", "SEED"), help="run one leg here and print its JSON")
     options = parser.parse_args()
     if options.leg:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(run_leg(options.leg[0], int(options.leg[1]), options.teacher, Path(folder))))
         return
-    folder = RESULTS / "distillation"
-    folder.mkdir(parents=True, exist_ok=True)
-    for seed in options.seeds:
-        for variant in options.variants:
-            path = folder / f"{variant}-seed{seed}.json"
-            if not (options.report_only or path.exists()):
-                command = [
-                    sys.executable, "-m", "benchmarks.learning.distillation", "--teacher", str(options.teacher),
-                    "--leg", variant, str(seed),
-                ]  # fmt: skip
-                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-                path.write_text(done.stdout.splitlines()[-1] + "\n")
-    order = [folder / f"{variant}-seed{seed}.json" for variant in VARIANTS for seed in range(100)]
-    if not (legs := [json.loads(path.read_text()) for path in order if path.exists()]):
-        raise SystemExit("no leg is finished")
+    legs = run_legs(
+        "benchmarks.learning.distillation", RESULTS / "distillation", VARIANTS, options,
+        ["--teacher", str(options.teacher)],
+    )  # fmt: skip
     print(write_report(legs, RESULTS))
 
 
