@@ -20,10 +20,16 @@ import yaml
 
 from rlft_fast.cluster.generators import _Host
 from rlft_fast.config import Config
+from tests.cluster.test_trainer import workers_of
 from tests.support.machine.processes import ALONE, ROOT, ancestry, wait_for
 from tests.support.runs.vllm_rollouts import HEADS, SMALL
 from tests.support.tiny_models import save_tiny_model
-from tests.trainer.runs.test_episodes import episodes_config  # noqa: F401 - a fixture
+from tests.trainer.runs.test_episodes import (
+    ENVIRONMENTS,
+    check_branches,
+    episodes_config,  # noqa: F401 - a fixture
+    thinking_episodes_config,  # noqa: F401 - a fixture
+)
 from tests.trainer.toy import read_lines, toy_values
 
 pytestmark = [
@@ -85,22 +91,52 @@ def test_a_run_outlives_its_generators(tmp_path):
     assert not [p for p in servers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_episodes_of_generators(config):
-    """Each turn asks the servers of two workers. Their log-probabilities are as near as those of single messages."""
-    given = config(
-        rollout__backend="vllm", rollout__vllm=SMALL,
-        cluster={"actor": {"num_workers": 2}, "generators": {"num_workers": 1}},
-    )  # fmt: skip
+def begin(given: Config) -> subprocess.Popen:
     path = Path(given.output_dir).with_name("config.yaml")
     path.write_text(given.to_yaml())
-    done = subprocess.run(
-        [*ALONE, "train", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=400,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    return subprocess.Popen(
+        [*ALONE, "train", str(path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = read_lines(Path(given.output_dir) / "metrics.jsonl")
-    assert [1 < line["turns_mean"] <= 3 and not line["environment_failed_mean"] for line in lines] == [True] * 3
-    assert max(line["mismatch_max"] for line in lines) < 1e-3
+
+
+def test_episodes_of_generators(thinking_config):
+    """Each turn asks the servers of two workers, and a branch begins where the template leaves out a thought."""
+    cluster = {"actor": {"num_workers": 2}, "generators": {"num_workers": 1}}
+    given = thinking_config(rollout__backend="vllm", rollout__vllm=SMALL, cluster=cluster)
+    with begin(given) as run:
+        _, errors = run.communicate(timeout=400)
+    assert run.returncode == 0, errors[-3000:]
+    check_branches(Path(given.output_dir))
+
+
+def test_episodes_by_vllm_in_workers(config):
+    """The driver plays them. A process of an environment that is killed costs its episode, a killed worker none."""
+    given = config(
+        rollout__backend="vllm", rollout__vllm=SMALL, environment={"name": f"{ENVIRONMENTS}:Mortal"},
+        cluster={"actor": {"num_workers": 2}},
+    )  # fmt: skip
+    metrics = Path(given.output_dir) / "metrics.jsonl"
+    with begin(given) as run:
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, run)
+        os.kill(workers_of(run)[0], signal.SIGKILL)
+        output, errors = run.communicate(timeout=400)
+    assert run.returncode == 0, errors[-3000:]
+    assert len(re.findall(r"warning: worker \d of ColocatedWorker died: .*\. Starting new workers", output)) == 1, (
+        output
+    )
+    lines = read_lines(metrics)
+    for line in lines:
+        assert 1 < line["turns_mean"] <= 3
+        assert line["mismatch_max"] < 1e-3
+        assert line["ratio_max"] == pytest.approx(1, abs=1e-5)
+        assert 0 < line["environment_failed_mean"] == line["stop_died_mean"] <= 0.25
+        assert 0 < line["reward_mean"] < 1
+    samples = read_lines(metrics.with_name("samples.jsonl"))
+    assert Counter(sample["step"] for sample in samples) == dict.fromkeys((1, 2, 3), 16)
+    died = [sample for sample in samples if sample["stop_reason"] == "died"]
+    assert {sample["prompt"] for sample in died} == {"u:sun"}
+    assert len(died) == round(16 * sum(line["environment_failed_mean"] for line in lines))
 
 
 @pytest.mark.parametrize("victim", ["server", "host"])

@@ -1,6 +1,8 @@
 """Environments of the runs whose policy talks. Each has a process that imports this file, and little beside."""
 
+import os
 import random
+import signal
 from typing import Any
 
 
@@ -16,6 +18,19 @@ class Letters:
         said = message["content"].encode()
         answer = {"role": "user", "content": self.draw.choice("xyz")}
         return [answer], sum(byte % 2 == 0 for byte in said) / max(len(said), 1) / 3, self.turns == 3
+
+
+class Mortal(Letters):
+    """`Letters`, whose process is killed in the second turn of the episodes of the first row."""
+
+    def reset(self, seed: int, **row: Any) -> str:
+        self.is_first = seed == 0
+        return super().reset(seed, **row)
+
+    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        if self.is_first and self.turns == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(message)
 
 
 class Echo:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -77,8 +78,9 @@ def test_a_policy_learns_in_episodes(config, tmp_path):
         assert sum(turn.get("reward", 0) for turn in line["turns"]) == pytest.approx(line["reward"], abs=1e-12)
 
 
-def test_a_history_without_thoughts_is_learned_exactly(config, tmp_path):
-    """In one run every branch begins where the template leaves out a thought; in the other the policy sees all."""
+@pytest.fixture(name="thinking_config")
+def thinking_episodes_config(config, tmp_path):
+    """As `config`, with a policy that thinks first. Its template leaves out earlier thoughts."""
     model = tmp_path / "model"
     dropping = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
     (model / "chat_template.jinja").write_text(dropping.replace("a:{% endif", "a:<think>{% endif"))
@@ -90,10 +92,23 @@ def test_a_history_without_thoughts_is_learned_exactly(config, tmp_path):
         policy.get_output_embeddings().weight[tokenizer.convert_tokens_to_ids("</think>")] *= 12  # thoughts end often
     policy.save_pretrained(model)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, *range(0, 256, 5)]}))
+
+    def make(run: str = "run", history: str = "template", **changes: Any):
+        environment = {"name": f"{ENVIRONMENTS}:Letters", "history": history}
+        changes = {"algorithm__advantage": "reinforce++", "checkpoint__max_num": 3} | changes
+        return config(run, environment=environment, **changes)
+
+    return make
+
+
+def test_a_history_without_thoughts_is_learned_exactly(thinking_config, tmp_path):
+    """In one run every branch begins where the template leaves out a thought; in the other the policy sees all.
+
+    A run that goes on from a checkpoint in its middle has the same branches, bit for bit.
+    """
     lines = {}
     for history in ("keep", "template"):
-        environment = {"name": f"{ENVIRONMENTS}:Letters", "history": history}
-        train(config(history, environment=environment, steps=2, algorithm__advantage="reinforce++"))
+        train(thinking_config(history, history, steps=2))
         lines[history] = read_lines(tmp_path / history / "metrics.jsonl")
     assert [1 < line["branches_mean"] <= line["turns_mean"] <= 3 for line in lines["template"]] == [True] * 2
     for line in lines["keep"] + lines["template"]:
@@ -105,6 +120,10 @@ def test_a_history_without_thoughts_is_learned_exactly(config, tmp_path):
     assert begun
     assert not any("</think>" in turn["text"] for turn in begun)
     assert any("</think>" in turn["text"] for line in samples for turn in line["turns"] if turn["sampled"])
+    shutil.copytree(tmp_path / "template", tmp_path / "cut")
+    train(thinking_config("cut", steps=2), resume="step_1")
+    assert comparable(tmp_path / "cut") == comparable(tmp_path / "template")
+    assert read_lines(tmp_path / "cut/samples.jsonl") == samples
 
 
 def test_a_function_for_held_out_answers_replaces_the_environment(config, tmp_path):
@@ -189,6 +208,23 @@ def test_episodes_by_vllm(changes, config, tmp_path):
     assert [1 < line["turns_mean"] <= 3 for line in lines] == [True] * 3
     assert max(line["mismatch_max"] for line in lines if not line.get("staleness_max")) < 1e-3
     assert max(line.get("staleness_max", 0) for line in lines) <= 2
+
+
+def check_branches(run: Path) -> None:
+    """Of three steps of `thinking_config` by vLLM."""
+    lines = [line for line in read_lines(run / "metrics.jsonl") if "reward_mean" in line]
+    assert [1 < line["branches_mean"] <= line["turns_mean"] <= 3 for line in lines] == [True] * 3
+    for line in lines:
+        assert line["mismatch_max"] < 1e-3  # as of single messages
+        assert line["ratio_max"] == pytest.approx(1, abs=1e-5)
+        assert line["environment_failed_mean"] == 0
+
+
+@needs_vllm
+def test_a_history_without_thoughts_by_vllm(thinking_config, tmp_path):
+    """A branch begins with tokens that the prefix cache has of another branch."""
+    train(thinking_config(rollout__backend="vllm", rollout__vllm=SMALL))
+    check_branches(tmp_path / "run")
 
 
 @pytest.mark.slow
