@@ -124,15 +124,15 @@ test-ray: install-vllm install-ray
 	$(BIN)/python -m pytest $(THINNED) -m ray tests/cluster tests/test_docs.py
 	$(PASSED)
 
-# The integrations inside their trainers, our maths beside theirs, trackers, and a store that speaks S3, in an environment
-# that lays theirs over ours.
+# The integrations inside their trainers, our maths beside theirs, float8, trackers, and a store that speaks S3, in an
+# environment that lays theirs over ours.
 # Their wheels bring a package named tests, so that the repository has to come before them. Tests read Trackio's folder,
 # which the last run may have left full.
 test-peers: install-peers
 	rm -rf $(BESIDE)/trackio
 	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(THINNED) -m peers \
 	  tests/envs/test_libraries.py tests/integrations tests/rl tests/cluster tests/run/records/test_trackers.py \
-	  tests/run/test_s3.py tests/trainer/supervised
+	  tests/run/test_s3.py tests/trainer/supervised tests/engine/test_float8.py
 	$(PASSED)
 
 install-peers: $(BESIDE)/.installed

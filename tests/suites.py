@@ -50,7 +50,8 @@ ENGINE = ("rlft_fast/engine", "tests/engine")
 TRAINER = ("rlft_fast/trainer", "rlft_fast/run", "rlft_fast/rewards", "rlft_fast/envs", "rlft_fast/isolation",
            "tests/trainer", "tests/run", "tests/rewards", "tests/envs")  # fmt: skip
 RL = ("rlft_fast/rl", "tests/rl")
-PEERS = ("tests/integrations", "rlft_fast/trainer/supervised", "tests/trainer/supervised")
+PEERS = ("tests/integrations", "rlft_fast/trainer/supervised", "tests/trainer/supervised",
+         "rlft_fast/engine/sharding/float8.py", "tests/engine/test_float8.py")  # fmt: skip
 COMMANDS = ("rlft_fast/cli", "rlft_fast/view", "rlft_fast/demo", "tests/cli", "tests/view", "tests/demo")
 PAGES = ("README.md", "docs", "examples", "tests/test_docs.py", "tests/examples")
 HF = ("hf", "decoding", "by_transformers", "sampling")  # transformers decodes

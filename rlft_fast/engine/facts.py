@@ -25,7 +25,9 @@ class EngineFacts(NamedTuple):
     flops: ModelFlops
     """Of a forward and a backward."""
     peak_flops: float | None
-    """FLOP/s of dense bfloat16 of a process's device; None where the peak is not known."""
+    """FLOP/s of dense bfloat16 of a process's device; None where the peak is not known.
+
+    With float8 it is None, too: the layers have another peak than attention and the head."""
 
     def utilisation(self, num_flops: float, seconds: float, num_devices: int) -> dict[str, float]:
         """FLOP/s of a device in an update, and their share of the device's peak where the peak is known.
@@ -50,5 +52,5 @@ def facts_of(engine: EngineState) -> EngineFacts:
         num_embeddings=embedding.num_embeddings,
         num_ranks=engine.world.size,
         flops=model_flops(engine.model),
-        peak_flops=peak_flops(engine.device),
+        peak_flops=peak_flops(engine.device) if engine.config.float8 is None else None,
     )

@@ -19,7 +19,9 @@ from rlft_fast.engine.sharding import (
     build_model,
     describe_units,
     move_gradients,
+    multiply_in_float8,
     prepare_blocks,
+    require_float8,
     require_own_numbers,
     require_same_model,
     reshard,
@@ -96,6 +98,7 @@ class EngineState:
             )
         self._check_settings()
         self.model = build_model(self.path, self.config, self.require_head(), trains=self.trains)
+        multiply_in_float8(self.model, self.config, self.device)
         self._shard()
         load(self.path, self.model, self._home, self.device)
         require_own_numbers(self.model, self.config)
@@ -105,6 +108,7 @@ class EngineState:
     def _check_settings(self) -> None:
         """What all ranks can find wrong before there is a model."""
         require_same_model(self.path, self.config, self.head, self.num_training_steps, self.world)
+        self.world.together(lambda: require_float8(self.config, self.device), ValueError)
         self.sequence_group = self.world.sequence_group(self.config.sequence_parallel)
         if self.trains:
             self.world.together(lambda: self.schedule, ValueError)
@@ -351,7 +355,7 @@ def _check_module(module: nn.Module, config: EngineConfig) -> None:
     """Refuses what `EngineState.from_module` cannot do."""
     for name, is_set in (
         ("lora", config.lora is not None), ("init_from", config.init_from is not None),
-        ("router_aux_loss_coef", config.router_aux_loss_coef > 0),
+        ("router_aux_loss_coef", config.router_aux_loss_coef > 0), ("float8", config.float8 is not None),
         ("sequence_parallel", config.sequence_parallel > 1),
     ):  # fmt: skip
         if is_set:

@@ -93,6 +93,7 @@ def another(value: Any, field: Any) -> Any:
         "in-flight",
         "scale",
         "template",
+        "rowwise",
     ]
     mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}, {"x": {"model": "m"}}, {"x": {"name": "m:G"}}, {"regex": "a"}
     for other in (0.25, 1, 2, True, False, *words, *mappings, ("x",), ("wandb",), (0.5, 0.5), (1,)):

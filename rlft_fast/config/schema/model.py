@@ -113,11 +113,17 @@ class ModelConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the forward and backward pass and of gathered weights; auto: bfloat16 on a GPU, and where a CPU has AMX.
 
-    Optimizer state does not follow it. On a CPU auto is float32, unless param_dtype is bfloat16, or a measurement says
-    that bfloat16 is faster and the hidden size is at least 256; not with a cluster. A resumed run keeps its dtype. GPUs
-    before Ampere have no fast bfloat16: name float32 there."""
+    Optimizer state does not follow it. On a CPU auto is float32, unless param_dtype is bfloat16, float8 is set, or a
+    measurement says that bfloat16 is faster and the hidden size is at least 256; not with a cluster. A resumed run
+    keeps its dtype. GPUs before Ampere have no fast bfloat16: name float32 there."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights between steps. With bfloat16, the optimizer keeps float32 copies of trained weights."""
+    float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """Multiply in float8 in the linear layers of the blocks, by torchao: its recipe says how operands are scaled.
+
+    tensorwise: one scale for each operand, the fastest; rowwise: one for each row; rowwise_with_gw_hp: the same, with
+    gradients of weights in bfloat16, so that they depend on no micro-batch. Weights stay in param_dtype. GPUs from
+    compute capability 8.9 on; a CPU emulates it."""
     shard_size: MayChange[Literal["auto"] | int] = -1
     """Processes that share one copy of the model. -1: all; 1: each has a whole copy; auto: the fewest that fit it."""
     reshard_after_forward: MayChange[bool] = True
@@ -149,13 +155,19 @@ class ModelConfig(Section):
                 "param_dtype is bfloat16 and compute_dtype is float32, but float32 weights cannot be gathered from "
                 "bfloat16: set compute_dtype: bfloat16"
             )
+        if self.float8 is not None and self.compute_dtype == "float32":
+            yield (
+                f"float8 is {self.float8} and compute_dtype is float32, but float8 products are rounded to bfloat16: "
+                "set compute_dtype: bfloat16"
+            )
         if self.cpu_offload and self.offload_between_phases:
             yield "cpu_offload keeps everything on the CPU already: leave offload_between_phases out"
 
     def for_device(self, device_type: str) -> Self:
         """With a value in place of each "auto" that depends on the kind of device, ``"cpu"`` or ``"cuda"``."""
         on_gpu = device_type == "cuda"
-        dtype = "bfloat16" if on_gpu or self.param_dtype == "bfloat16" else "float32"
+        is_narrow = on_gpu or self.param_dtype == "bfloat16" or self.float8 is not None
+        dtype = "bfloat16" if is_narrow else "float32"
         return self._resolved({"compute_dtype": dtype, "compile": on_gpu})
 
     def _resolved(self, values: dict[str, Any]) -> Self:

@@ -1,6 +1,7 @@
 """A model is built without memory, wrapped, and sharded over the ranks.
 
 build     from a model folder and a configuration to a sharded model
+float8    linear layers that multiply in float8
 blocks    recompute the activations of repeated blocks, compile the blocks
 wrap      which modules FSDP2 shards as units, and how the units behave
 mesh      which ranks share one copy of a model
@@ -16,6 +17,7 @@ from rlft_fast.engine.sharding.build import (
     shard,
     state_bytes,
 )
+from rlft_fast.engine.sharding.float8 import float8_layers, multiply_in_float8, require_float8
 from rlft_fast.engine.sharding.mesh import device_memory, host_memory, resolve_shard_size, shard_numel
 from rlft_fast.engine.sharding.narrow import narrowed
 from rlft_fast.engine.sharding.wrap import (
@@ -38,15 +40,18 @@ __all__ = [
     "device_memory",
     "discard_gradients",
     "find_units",
+    "float8_layers",
     "gathered",
     "hand_over_gradients",
     "host_memory",
     "is_wrapped",
     "move_gradients",
+    "multiply_in_float8",
     "narrowed",
     "offload_inputs",
     "prepare_blocks",
     "reduce_gradients",
+    "require_float8",
     "require_own_numbers",
     "require_same_model",
     "reshard",
