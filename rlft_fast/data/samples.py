@@ -22,13 +22,14 @@ class Branches(NamedTuple):
     """N sequences with U tokens behind their prompts: the branches of samples, those of a sample one behind the other.
 
     Args:
-        index_U: (U,) int64, for each token its place among the T tokens of the samples.
+        index_U: (U,) int64, for each token its place among the T tokens of the samples. Without branches it is a slice
+            of all tokens, so that nothing is copied.
         is_new_U: (U,) bool, whether the branch before has not had the token.
         length_N: (N,) int64.
         sample_N: (N,) int64, number of the sample.
     """
 
-    index_U: Tensor
+    index_U: Tensor | slice
     is_new_U: Tensor
     length_N: Tensor
     sample_N: Tensor
@@ -95,8 +96,8 @@ class Samples:
     def branches(self) -> Branches:
         """The sequences that the policy has read and written: one per sample, or one per branch of an episode."""
         if self.kept_T is None:
-            every_T = torch.arange(len(self.token_ids_T))
-            return Branches(every_T, torch.ones_like(every_T, dtype=torch.bool), self.length_B, torch.arange(len(self)))
+            is_new_T = torch.ones(len(self.token_ids_T), dtype=torch.bool)
+            return Branches(slice(None), is_new_T, self.length_B, torch.arange(len(self)))
         end_B = self.length_B.cumsum(0)
         begins = (self.kept_T >= 0).nonzero().flatten()
         sample_N = torch.cat([torch.arange(len(self)), torch.bucketize(begins, end_B, right=True)])
@@ -185,14 +186,13 @@ class Samples:
         rows, prompt_B = self.row_B.unique(return_inverse=True)
         asked = [prompts[row] for row in rows.tolist()]
         index_U, is_new_U, length_N, sample_N = self.branches()
-        of_branches = lambda column: column if self.kept_T is None else column[index_U]  # noqa: E731
         columns = {"rollout_logprob_T": self.logprob_T, "weight_version_T": self.weight_version_T}
         given = {"reward_T": self.reward_T, "support_TK": self.support_TK}
         columns |= {name: column for name, column in given.items() if column is not None}
         return Batch.from_columns(
-            cat_lists(asked, np.int64), list_lengths(asked), prompt_B[sample_N].numpy(), of_branches(self.token_ids_T),
-            length_N.numpy(), of_branches(self.is_sampled_T) & is_new_U,
-            {name: of_branches(column) for name, column in columns.items()},
+            cat_lists(asked, np.int64), list_lengths(asked), prompt_B[sample_N].numpy(), self.token_ids_T[index_U],
+            length_N.numpy(), self.is_sampled_T[index_U] & is_new_U,
+            {name: column[index_U] for name, column in columns.items()},
         ).replace(
             reward_B=self.reward_B[sample_N], group_B=self.row_B[sample_N],
             episode_B=None if self.kept_T is None else sample_N,

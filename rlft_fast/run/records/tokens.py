@@ -71,7 +71,8 @@ def token_columns(samples: "Samples", taught: "Samples", batch: "Batch", max_byt
     columns |= {name: torch.full((num_tokens,), math.nan) for name in known}
     place = {key: i for i, key in enumerate(zip(samples.row_B.tolist(), samples.number_B.tolist(), strict=True))}
     ends, batch_ends = end_B.tolist(), batch.cu_seqlens[1:].tolist()
-    index_U, is_new_U, length_N, sample_N = taught.branches()
+    every, is_new_U, length_N, sample_N = taught.branches()
+    index_U = torch.arange(len(taught.token_ids_T))[every]
     keys = [*zip(taught.row_B.tolist(), taught.number_B.tolist(), strict=True)]
     begin_B = taught.length_B.cumsum(0) - taught.length_B
     branches = zip(index_U.split(length_N.tolist()), is_new_U.split(length_N.tolist()), sample_N.tolist(), strict=True)
