@@ -1,6 +1,8 @@
 """Container files and the workflow of a release, beside the Makefile and pyproject.toml whose words they use."""
 
+import json
 import re
+import runpy
 import subprocess
 import tomllib
 from pathlib import Path
@@ -40,8 +42,9 @@ def test_the_container_has_the_images_of_the_workflow():
 def test_it_builds_for_each_python_with_the_oldest_torch_by_the_makefile(path):
     text, makefile = (ROOT / path).read_text(), (ROOT / "Makefile").read_text()
     project = PROJECT["project"]
-    (target,) = set(re.findall(r"(?:RUN|run:) make (\w+)", text))
-    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    targets = set(re.findall(r"(?:RUN|run:) make (\w+)", text))
+    assert "wheel" in {target.removesuffix("s") for target in targets}
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
     for name in set(re.findall(r"\b(PYTHONS?|TORCH|TORCH_INDEX)[=:]", text)):
         assert re.search(rf"^{name} +\?=", makefile, re.MULTILINE), f"{name} is no variable of the Makefile"
     classifiers = {name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r"Python :: 3\.\d", name)}
@@ -78,3 +81,22 @@ def test_a_container_has_the_tested_versions_and_does_not_run_as_root(name):
 def test_a_container_gets_every_file():
     left_out = ["git", "ls-files", "--cached", "--ignored", "--exclude-from=.dockerignore"]
     assert subprocess.check_output(left_out, cwd=ROOT, text=True) == ""
+
+
+def test_the_sites_of_all_versions_stand_side_by_side(tmp_path):
+    publish = runpy.run_path(str(ROOT / "docs/publish.py"))["publish"]
+    site, folder = tmp_path / "site", tmp_path / "pages"
+    site.mkdir()
+    with pytest.raises(ValueError, match=r"no index.html: build the site with make docs"):
+        publish(site, folder, "0.9.0")
+    for version in ("0.9.0", "0.10.0", "0.9.1", "0.9.0"):
+        (site / "index.html").write_text(f"page of {version}")
+        publish(site, folder, version)
+    versions = json.loads((folder / "versions.json").read_text())
+    assert [(each["version"], each["aliases"]) for each in versions] == [
+        ("0.10.0", ["latest"]), ("0.9.1", []), ("0.9.0", [])
+    ]  # fmt: skip
+    assert [(folder / v / "index.html").read_text() for v in ("0.10.0", "0.9.0")] == ["page of 0.10.0", "page of 0.9.0"]
+    assert "url=0.10.0/" in (folder / "index.html").read_text()
+    with pytest.raises(ValueError, match="expected numbers with points between them"):
+        publish(site, folder, "../0.9.0")
