@@ -54,7 +54,7 @@ PEERS = ("tests/integrations", "rlft_fast/trainer/supervised", "tests/trainer/su
          "rlft_fast/engine/sharding/float8.py", "tests/engine/test_float8.py")  # fmt: skip
 COMMANDS = ("rlft_fast/cli", "rlft_fast/view", "rlft_fast/demo", "tests/cli", "tests/view", "tests/demo")
 PAGES = ("README.md", "docs", "examples", "tests/test_docs.py", "tests/examples")
-HF = ("hf", "decoding", "by_transformers", "sampling")  # transformers decodes
+HF = ("hf", "beginnings", "decoding", "by_transformers", "sampling")  # transformers decodes
 ROLLOUT = ("rlft_fast/rollout", "tests/rollout", "requirements-vllm-cpu.txt")
 CLUSTER = ("rlft_fast/cluster", "tests/cluster")
 

@@ -9,21 +9,21 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlft_fast.engine import FSDPEngine, WeightStream
 from rlft_fast.engine.sharding import gathered, narrowed
-from rlft_fast.models import Ends, PolicyModel, end_token_ids, padded_attention, split_stop
+from rlft_fast.models import Ends, PolicyModel, RowCache, end_token_ids, padded_attention, split_stop
+from rlft_fast.rollout.beginnings import Beginning, KeptBeginnings
 from rlft_fast.rollout.by_transformers import PAD_TOKEN_ID, decode_by_transformers
 from rlft_fast.rollout.decoding import decode
 from rlft_fast.rollout.sampling import Prompts, Sampled, uniform_numbers
-from rlft_fast.rollout.turns import KeptTurns
 from rlft_fast.rollout.types import Answers, Completion, Request, SamplingParams, Span
 
 
 class HFGenerator:
     """Samples from a policy on its own device. `gathered_policy` has to gather sharded weights around `generate`.
 
-    A prompt runs once for all its samples. Prompts are padded on the left. A model that `decodes_in_place` runs samples
-    once as long as they are equal (`decode`), and of a turn of an episode the tokens that the turns before had not, if
-    these are among the `batch_size` episodes whose keys and values are kept from one call of `generate` to the next.
-    transformers' ``generate`` decodes any other model.
+    A prompt runs once for all its samples. Prompts are padded on the left. A model that `decodes_in_place` runs once
+    what all prompts of a call begin with, and samples as long as they are equal (`decode`). Of a turn of an episode it
+    runs the tokens that the turns before had not, if these are among the `batch_size` episodes whose keys and values
+    are kept from one call of `generate` to the next. transformers' ``generate`` decodes any other model.
 
     A model that cannot be packed has a cache of its own, which may hold states that see padding. Its batches have
     prompts of one length, every sample runs its prompt, and the others run again when some leave the batch.
@@ -42,7 +42,7 @@ class HFGenerator:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.weight_version = 0
-        self._turns = KeptTurns(batch_size)
+        self._kept = KeptBeginnings(batch_size)
         self.eos_token_ids = end_token_ids(model.model.generation_config, tokenizer)
 
     @torch.no_grad()
@@ -50,11 +50,15 @@ class HFGenerator:
         """Samples a completion for each request, see `Generator.generate`. No request is refused."""
         # The stance: compiled blocks would compile again for the cache.
         is_padded = bool(self.model.padded_because)
-        self._turns.keep_only({request.episode for request in requests})
-        groups = self._in_order(_equal_prompts(requests), requests, by_length=is_padded)
-        batches = _batches([[requests[i] for i in group] for group in groups], self.batch_size, one_length=is_padded)
+        self._kept.keep_only({request.episode for request in requests})
         with _generation_mode(self.model), torch.compiler.set_stance("force_eager"):
+            groups = _equal_prompts(requests)
+            self._kept.common = self._run_beginning([requests[group[0]] for group in groups])
+            groups = self._in_order(groups, requests, by_length=is_padded)
+            asked = [[requests[i] for i in group] for group in groups]
+            batches = _batches(asked, self.batch_size, one_length=is_padded)
             found = [completion for batch in batches for completion in self._generate(batch, params)]
+        self._kept.common = None
         order = [*chain.from_iterable(groups)]
         return [found[i] for i in sorted(range(len(order)), key=order.__getitem__)]
 
@@ -69,15 +73,26 @@ class HFGenerator:
 
     def sleep(self) -> None:
         """Drops what is kept of episodes."""
-        self._turns.keep_only(())
+        self._kept.keep_only(())
 
     def close(self) -> None:
         """The same."""
         self.sleep()
 
+    def _run_beginning(self, requests: Sequence[Request]) -> Beginning | None:
+        """Runs what requests with different prompts begin with, where it is worth while."""
+        ids = self._kept.new_beginning(requests) if self.model.decodes_in_place else []
+        if not ids:
+            return None
+        device = next(self.model.parameters()).device
+        cache = RowCache(self.model.model, 1, len(ids), keeps_all=True)
+        ids_1L = torch.tensor([[*ids, PAD_TOKEN_ID]], device=device)  # the last never runs
+        self.model.prefill_rows(ids_1L, torch.ones_like(ids_1L), cache)
+        return Beginning(ids, cache.row(0, padding=0))
+
     def _in_order(self, groups: list[list[int]], requests: Sequence[Request], *, by_length: bool) -> list[list[int]]:
         """Groups of requests, those behind others that run more tokens: a batch runs as many of each prompt."""
-        known = [max(self._turns.num_known(requests[i]) for i in group) for group in groups]
+        known = [max(self._kept.num_known(requests[i]) for i in group) for group in groups]
         if not (by_length or any(known)):
             return groups
         num_new = [len(requests[group[0]].token_ids) - n for group, n in zip(groups, known, strict=True)]
@@ -94,7 +109,7 @@ class HFGenerator:
         for row, request in zip(sampled, requests, strict=True):
             completions.append(self._completion(row, request.max_new_tokens, ends))
             if row.states is not None and completions[-1].finish_reason == "stop":
-                self._turns.add(request, row.token_ids[:-1], row.states)
+                self._kept.add(request, row.token_ids[:-1], row.states)
         return completions
 
     def _prompts(self, batch: list[list[Request]], params: SamplingParams) -> Prompts:
@@ -103,10 +118,10 @@ class HFGenerator:
         limits = [request.max_new_tokens for group in batch for request in group]
         seeds = [request.seed for group in batch for request in group]
         width = max(map(len, prompts))
-        num_new = max(len(group[0].token_ids) - max(map(self._turns.num_known, group)) for group in batch)
-        begun = [self._turns.take(group) for group in batch]
+        num_new = max(len(group[0].token_ids) - max(map(self._kept.num_known, group)) for group in batch)
+        begun = [self._kept.take(group) for group in batch]
         requests = [*chain.from_iterable(batch)] if self.model.decodes_in_place else []
-        asked = [i for i, r in enumerate(requests) if r.episode is not None and r.images is None][: self._turns.room]
+        asked = [i for i, r in enumerate(requests) if r.episode is not None and r.images is None][: self._kept.room]
         return Prompts(
             ids_GL=torch.tensor([[PAD_TOKEN_ID] * (width - len(p)) + p for p in prompts], device=device),
             mask_GL=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),

@@ -1,4 +1,4 @@
-"""Turns of episodes run what is new in them, and give what they give when all runs again."""
+"""What requests begin with runs once: earlier turns of episodes, and what prompts have in common."""
 
 from pathlib import Path
 
@@ -112,11 +112,33 @@ def test_equal_turns_run_once(tiny_model, keeps):
     assert [rows for rows, _ in prefilled.passes] == [len(PROMPTS)] * 3
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gpt-oss", "qwen3.5"])
+def test_what_prompts_have_in_common_runs_once(tiny_model, name):
+    """The samples are those of each prompt alone. A model that cannot keep states runs all of each prompt."""
+    path = tiny_model(name)
+    instruction = [*range(100, 170)]
+    requests = [
+        Request(row=row, token_ids=[*instruction, *prompt], seed=10 * row + number, max_new_tokens=8)
+        for number in range(2)
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    together, alone = make_generator(path, batch_size=4), make_generator(path)  # two batches
+    prefilled = Prefilled(together)
+    found = together.generate(requests, PARAMS)
+    expected = [alone.generate([request], PARAMS)[0] for request in requests]
+    assert [reply.token_ids for reply in found] == [reply.token_ids for reply in expected]
+    for reply, other in zip(found, expected, strict=True):
+        assert reply.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    if together.model.decodes_in_place:
+        assert prefilled.passes == [(1, 70), (2, 5), (1, 10)]
+    assert together._kept.common is None
+
+
 def test_no_more_episodes_than_the_batch_size_are_kept(tiny_model):
     """Those that are kept run in batches of their own, the others as if nothing were kept."""
     generators = [make_generator(tiny_model("llama"), batch_size=5) for _ in range(2)]
     rooms, generate = [], generators[0]._generate
-    generators[0]._generate = lambda *args: (generate(*args), rooms.append(generators[0]._turns.room))[0]
+    generators[0]._generate = lambda *args: (generate(*args), rooms.append(generators[0]._kept.room))[0]
     kept, again = map(Prefilled, generators)
     found, expected = play(generators[0], 4), play(generators[1], 4, keeps=False)
     assert [reply.token_ids for _, reply in found] == [reply.token_ids for _, reply in expected]
@@ -129,12 +151,12 @@ def test_what_is_kept_is_dropped(tiny_model):
     generator = make_generator(tiny_model("llama"))
     for drop in (lambda: generator.load(None, 2), generator.sleep, generator.close):
         play(generator, 1)
-        assert generator._turns.room < 64
+        assert generator._kept.room < 64
         drop()
-        assert generator._turns.room == 64
+        assert generator._kept.room == 64
     play(generator, 1)
     generator.generate([Request(row=0, token_ids=[1, 2], seed=0, max_new_tokens=2)], PARAMS)
-    assert generator._turns.room == 64
+    assert generator._kept.room == 64
 
 
 def test_other_tokens_than_those_that_were_sampled_run_again(tiny_model):
