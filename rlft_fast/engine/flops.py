@@ -18,6 +18,8 @@ from rlft_fast.models import PolicyModel, RLModel
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
 """FLOP/s of dense bfloat16 by a part of the GPU's name, from the vendor's data sheets; the first that fits counts."""
 
+_TOWER_INSIDE = "vqmodel"  # of Chameleon, whose decoder has it beside the layers
+
 
 def peak_flops(device: torch.device) -> float | None:
     """FLOP/s of dense bfloat16 that a device reaches at most; None where the peak is not known."""
@@ -81,7 +83,8 @@ def _matrices(model: RLModel) -> Iterator[tuple[Tensor, float]]:
     num_experts = next((n for name in names if (n := getattr(config, name, None))), 1)
     used = (getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
     for name, module in backbone.get_decoder().named_modules():  # of text: a tower sees no token
-        if not isinstance(module, nn.Embedding):
+        parts = name.split(".")
+        if not isinstance(module, nn.Embedding) and parts[0] != _TOWER_INSIDE:
             for weight in module.parameters(recurse=False):
                 if weight.dim() >= 2:
-                    yield weight, used if "experts" in name.split(".") else 1.0
+                    yield weight, used if "experts" in parts else 1.0
