@@ -365,8 +365,13 @@ class Batch:
             return (value.pin_memory() if pin else value).to(device, non_blocking=pin)
 
         fields: dict[str, Any] = {name: move(tensor) for name, tensor in self._tensors().items()}
-        inputs = [{name: move(tensor) for name, tensor in own.inputs.items()} for own in self.images]
-        fields["images"] = tuple(Images(own.key, moved) for own, moved in zip(self.images, inputs, strict=True))
+
+        def moved(own: Images | None) -> Images | None:
+            if own is None:
+                return None
+            return Images(own.key, {name: move(tensor) for name, tensor in own.inputs.items()}, moved(own.before))
+
+        fields["images"] = tuple(map(moved, self.images))
         return self.replace(**fields)
 
     def _tensors(self) -> dict[str, Tensor]:

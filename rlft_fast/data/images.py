@@ -1,4 +1,4 @@
-"""`Images`: the images of a prompt, as the model's image processor returns them."""
+"""`Images`: the images of a sequence, as the model's image processor returns them."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -10,16 +10,28 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Images:
-    """The images of one prompt.
+    """Images that were processed together, and the images that stand before them in the sequence.
 
     Args:
-        key: equal for equal images, and for these alone.
+        key: equal for equal images of `inputs`, and for these alone.
         inputs: what the image processor of the model returns, by name: ``pixel_values`` and ``image_grid_thw`` of
             Qwen2-VL, for example.
+        before: of earlier turns of an episode; None: there are none.
     """
 
     key: str
     inputs: Mapping[str, Tensor]
+    before: "Images | None" = None
+
+    @property
+    def parts(self) -> "tuple[Images, ...]":
+        """These images and all before them, in the order of the sequence."""
+        return (*(() if self.before is None else self.before.parts), self)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the parts: equal for sequences with equal images, and for these alone."""
+        return tuple(part.key for part in self.parts)
 
 
 def image_table(images: Iterable[Images | None]) -> dict[str, Any]:
@@ -32,9 +44,9 @@ def image_table(images: Iterable[Images | None]) -> dict[str, Any]:
         ``images`` and ``image_B``, see `rlft_fast.data.Batch`; nothing if no sequence has images.
     """
     every = [*images]
-    table = {own.key: own for own in every if own is not None}
+    table = {own.keys: own for own in every if own is not None}
     if not table:
         return {}
-    numbers = {key: number for number, key in enumerate(table)}
-    image_B = torch.tensor([-1 if own is None else numbers[own.key] for own in every], dtype=torch.int64)
+    numbers = {keys: number for number, keys in enumerate(table)}
+    image_B = torch.tensor([-1 if own is None else numbers[own.keys] for own in every], dtype=torch.int64)
     return {"images": (*table.values(),), "image_B": image_B}

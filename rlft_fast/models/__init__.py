@@ -27,6 +27,7 @@ with needing_train():
     )
     from rlft_fast.models.attention import (
         PACKED_ATTENTION,
+        LookAhead,
         RowCache,
         RowStates,
         all_rows_of_own_heads,
@@ -45,6 +46,7 @@ with needing_train():
         prepare_images,
         prepare_look_ahead,
         rotary_positions,
+        sees_ahead,
     )
     from rlft_fast.models.loading import (
         build_critic,
@@ -82,6 +84,7 @@ __all__ = [
     "ImageInputs",
     "LogprobHead",
     "LogprobOutput",
+    "LookAhead",
     "ModelInputs",
     "PolicyModel",
     "RLModel",
@@ -131,6 +134,7 @@ __all__ = [
     "require_fixed_rope",
     "require_packed_attention",
     "rotary_positions",
+    "sees_ahead",
     "sinks_of_own_heads",
     "split_stop",
     "stored_head",

@@ -153,7 +153,7 @@ def gathered_policy(engine: FSDPEngine, dtype: torch.dtype) -> Iterator[None]:
 
 def _equal_prompts(requests: Sequence[Request]) -> list[list[int]]:
     """The numbers of the requests, together where prompts are equal, in order of first appearance."""
-    groups: dict[tuple[tuple[int, ...], str | None], list[int]] = {}
+    groups: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for i, request in enumerate(requests):
         groups.setdefault(_prompt(request), []).append(i)
     return [*groups.values()]
@@ -178,9 +178,9 @@ def _batches(
         yield batch
 
 
-def _prompt(request: Request) -> tuple[tuple[int, ...], str | None]:
+def _prompt(request: Request) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """What requests have in common that share a prefill. Image tokens are equal where images differ."""
-    return (*request.token_ids,), None if request.images is None else request.images.key
+    return (*request.token_ids,), () if request.images is None else request.images.keys
 
 
 def _cut(requests: Sequence[Request], size: int) -> list[list[Request]]:

@@ -178,6 +178,28 @@ def image_batch(ids: list[int], grid: list, num_patches: int, **more) -> Batch:
     return Batch.from_samples([ids], [[1, 2]], images=[Images("a", inputs | more)])
 
 
+def test_parts_of_images_run_once(tiny_model):
+    """Two sequences begin with one image, then each shows its own; their log-probabilities are those of whole sets."""
+    model, generator = load_policy(tiny_model("qwen2-vl")), torch.Generator().manual_seed(0)
+    grid = torch.tensor([[1, 2, 4]])
+    first, *own = [
+        Images(x, {"pixel_values": torch.randn(8, 24, generator=generator), "image_grid_thw": grid}) for x in "abc"
+    ]
+    in_parts = [first, *(Images(x.key, x.inputs, before=first) for x in own)]
+    whole = [Images(f"a{x.key}", {k: torch.cat([first.inputs[k], v]) for k, v in x.inputs.items()}) for x in own]
+    shown = [7, IMAGE_TOKEN_ID, IMAGE_TOKEN_ID, 8]
+    prompts = [[5, *shown], *[[5, *shown, 20, *shown]] * 2]
+    found = []
+    for images in (in_parts, [first, *whole]):
+        batch = Batch.from_samples(prompts, [[1, 2, 3]] * 3, images=images)
+        check_batch(batch, model.backbone)
+        found.append(prepare_model_inputs(batch, CPU, backbone=model.backbone))
+    parts, sets = found
+    assert [x.images.tower["pixel_values"].shape[0] for x in found] == [24, 40]
+    assert torch.equal(parts.position_ids_U, sets.position_ids_U)
+    torch.testing.assert_close(model(parts).logprob, model(sets).logprob, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -194,6 +216,24 @@ def test_images_that_do_not_fit_are_refused(tiny_model, batch, message):
     backbone = load_policy(tiny_model("qwen2-vl")).backbone
     with pytest.raises(ValueError, match=message):
         check_batch(batch, backbone)
+
+
+def test_a_token_of_an_image_is_not_taught_where_it_sees_later_ones(tiny_model):
+    """Gemma 3: behind the last taught token nothing runs, not even the rest of an image."""
+    backbone = load_policy(tiny_model("gemma3-vision")).backbone
+    images = [None, Images("a", {"pixel_values": torch.zeros(1, 3, 8, 8)})]
+    whole = [7, *[IMAGE_TOKEN_ID] * 4, 8]
+    check_batch(Batch.from_samples([[1], whole], [[2], [3]], images=images), backbone)
+    check_batch(
+        Batch.from_samples(
+            [[1], [7]], [[2], whole[1:]], completion_masks=[[True], [True] + [False] * 4], images=images
+        ),
+        backbone,
+    )
+    with pytest.raises(
+        ValueError, match=r"sequence 1 teaches token 3, .* image from token 1 to 4, .* out of loss_mask_T"
+    ):
+        check_batch(Batch.from_samples([[1], whole[:3]], [[2], whole[3:]], images=images), backbone)
 
 
 def test_images_for_a_text_model_are_refused(tiny_model):

@@ -17,6 +17,7 @@ from rlft_fast.models.images.inputs import (
     prepare_look_ahead,
     prompts_with_images,
     rotary_positions,
+    sees_ahead,
 )
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "prepare_look_ahead",
     "prompts_with_images",
     "rotary_positions",
+    "sees_ahead",
 ]

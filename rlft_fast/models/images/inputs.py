@@ -14,6 +14,7 @@ Shapes: T tokens of a micro-batch, N of them image tokens, U rows that run on th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,6 +52,11 @@ def has_vision(backbone: nn.Module) -> bool:
     return getattr(getattr(backbone, "config", None), "model_type", None) in FAMILIES
 
 
+def sees_ahead(backbone: nn.Module) -> bool:
+    """Whether the tokens of an image attend to later tokens of the image."""
+    return has_vision(backbone) and _family(backbone).sees_ahead
+
+
 def has_three_positions(backbone: nn.Module) -> bool:
     """Whether a token has positions in time, height and width."""
     return has_vision(backbone) and hasattr(backbone, "get_rope_index")
@@ -86,24 +92,40 @@ def check_images(backbone: Any, batch: Batch) -> None:
     """Checks that all inputs are images, and that the image tokens of every sequence fit its images.
 
     Raises:
-        ValueError: an input is no image, or a sequence, which the message names by number, does not fit.
+        ValueError: an input is no image, or a sequence, which the message names by number, does not fit; or tokens of
+            an image are taught that see later tokens of the image.
     """
-    family, config = _family(backbone), backbone.config
-    for own in batch.images:
+    family = _family(backbone)
+    for own in chain.from_iterable(own.parts for own in batch.images):
         if {*own.inputs} != {*family.fields}:
             raise ValueError(
                 f"images have {', '.join(sorted(own.inputs))}: expected {' and '.join(family.fields)} alone"
             )
     masks = _sequences(batch, _is_image(backbone, batch))
     for b, (mask, own) in enumerate(zip(masks, batch.images_B, strict=True)):
-        given = 0 if own is None else own.inputs["pixel_values"].shape[0]
-        patches, lengths = (0, []) if own is None else (family.patches(own.inputs), family.runs(config, own.inputs))
+        given = [part.inputs["pixel_values"].shape[0] for part in _parts(own)]
+        patches, lengths = [family.patches(part.inputs) for part in _parts(own)], _runs(backbone, own)
         if given != patches or _run_lengths(mask) != lengths:
             raise ValueError(
-                f"sequence {b} has {given} patches and runs of {_run_lengths(mask)} image tokens, expected {patches} "
-                f"patches and runs of {lengths} by the {' and '.join(family.fields)} of its images, and text between "
-                "images"
+                f"sequence {b} has {sum(given)} patches and runs of {_run_lengths(mask)} image tokens, expected "
+                f"{sum(patches)} patches and runs of {lengths} by the {' and '.join(family.fields)} of its images, and "
+                "text between images"
             )
+    if sees_ahead(backbone):
+        _check_whole_runs(backbone, batch, masks)
+
+
+def _check_whole_runs(backbone: Any, batch: Batch, masks: Sequence[Tensor]) -> None:
+    """Raises ValueError for a run whose tokens are taught: tokens behind the last taught one do not run."""
+    for b, (mask, active) in enumerate(zip(masks, _sequences(batch, batch.active_T), strict=True)):
+        taught = active.nonzero().squeeze(1) + 1
+        for begin, end in _bounds(mask):
+            if len(inside := taught[(taught > begin) & (taught < end)]):
+                raise ValueError(
+                    f"sequence {b} teaches token {int(inside[0])}, a token of the image from token {begin} to "
+                    f"{end - 1}, but the tokens of an image of {backbone.config.model_type} see the later tokens of "
+                    "the image: leave the tokens of images out of loss_mask_T"
+                )
 
 
 def prepare_images(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int) -> ImageInputs | None:
@@ -137,7 +159,7 @@ def prepare_look_ahead(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int
         row_T: (T,) int64, the row of each token among the rows of all ranks; -1 if no row runs it.
         num_rows: of all ranks.
     """
-    if not (has_vision(backbone) and _family(backbone).sees_ahead and batch.images):
+    if not (sees_ahead(backbone) and batch.images):
         return None
     is_image_T, starts = _is_image(backbone, batch), batch.cu_seqlens.tolist()
     runs: dict[int, tuple[Tensor, Tensor]] = {}  # by its first row: its rows, and those of its keys
@@ -163,7 +185,7 @@ def rotary_positions(backbone: Any, batch: Batch) -> Tensor:
     if not has_three_positions(backbone):
         return batch.position_ids_T
     ids, types = (_sequences(batch, x) for x in (batch.input_ids_T, _is_image(backbone, batch).long()))
-    grids = [None if own is None else own.inputs["image_grid_thw"] for own in batch.images_B]
+    grids = [_grids(own) for own in batch.images_B]
     parts = [
         backbone.get_rope_index(x[None], mm_token_type_ids=type_[None], image_grid_thw=grid)[0][:, 0]
         for x, type_, grid in zip(ids, types, grids, strict=True)
@@ -198,7 +220,7 @@ def prompts_with_images(
         if name in keywords:
             keywords[name] = keywords[name][0].unflatten(0, ids_GL.shape)[:, :-1]
     keywords["attention_mask"] = mask_GL[:, :-1]
-    if _family(backbone).sees_ahead:
+    if sees_ahead(backbone):
         is_image_U = inputs.source_index_U >= ids_GL.numel()
         keywords["attention_mask"] = _masks_that_see_ahead(backbone, keywords, is_image_U.view(ids_GL.shape)[:, :-1])
     position_T = rotary_positions(backbone, batch).to(ids_GL.device)
@@ -255,8 +277,17 @@ def _is_image(backbone: Any, batch: Batch) -> Tensor:
     return is_token_T & (run_T <= (before_B + num_runs_B).repeat_interleave(lengths_B))
 
 
+def _parts(own: Images | None) -> tuple[Images, ...]:
+    return () if own is None else own.parts
+
+
 def _runs(backbone: Any, own: Images | None) -> list[int]:
-    return [] if own is None else _family(backbone).runs(backbone.config, own.inputs)
+    family = _family(backbone)
+    return [length for part in _parts(own) for length in family.runs(backbone.config, part.inputs)]
+
+
+def _grids(own: Images | None) -> Tensor | None:
+    return torch.cat([part.inputs["image_grid_thw"] for part in own.parts]) if own is not None else None
 
 
 def _run_lengths(mask: Tensor) -> list[int]:
@@ -276,16 +307,16 @@ def _boundaries(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _features(backbone: Any, batch: Batch) -> list[Tensor]:
-    """The indices of the features of each sequence with images. Equal images have equal indices."""
-    different = _different_images(batch)
-    sizes = [sum(_runs(backbone, own)) for own in different.values()]
+    """The indices of the features of all parts of the sequences' images. Equal parts have equal indices."""
+    different, family = _different_images(batch), _family(backbone)
+    sizes = [sum(family.runs(backbone.config, part.inputs)) for part in different.values()]
     features = dict(zip(different, torch.arange(sum(sizes)).split(sizes), strict=True))
-    return [features[own.key] for own in batch.images_B if own is not None]
+    return [features[part.key] for own in batch.images_B for part in _parts(own)]
 
 
 def _different_images(batch: Batch) -> dict[str, Images]:
-    """The images of the sequences by their keys, in order of first appearance."""
-    return {own.key: own for own in batch.images_B if own is not None}
+    """The parts of the sequences' images by their keys, in order of first appearance."""
+    return {part.key: part for own in batch.images_B for part in _parts(own)}
 
 
 def _sequences(batch: Batch, values_T: Tensor) -> tuple[Tensor, ...]:
