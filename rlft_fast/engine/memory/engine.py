@@ -69,7 +69,7 @@ class EngineMemory:
 
 def plan_engine_memory(
     path: str, config: EngineConfig, world_size: int, num_micro_batches: int = 1, device_type: str = "cuda", *,
-    head: HeadKind = "logprob", num_patches: int = 0, memory_bytes: int = 1 << 62,
+    head: HeadKind = "logprob", num_patches: int = 0, images_per_sequence: int = 1, memory_bytes: int = 1 << 62,
 ) -> EngineMemory:  # fmt: skip
     """Plans the memory of a training model on the mesh that the engine would make.
 
@@ -83,6 +83,7 @@ def plan_engine_memory(
         device_type: ``"cuda"`` or ``"cpu"``: the head's loss takes a different workspace on each.
         head: "logprob" for a policy, "value" for a critic.
         num_patches: image patches of a micro-batch, for a model with a vision tower.
+        images_per_sequence: images of each sequence with images. The layers of Gemma 3 copy keys and values for each.
         memory_bytes: memory of each rank's device, which decides ``shard_size: auto``.
 
     Raises:
@@ -93,6 +94,7 @@ def plan_engine_memory(
     config = config.for_device(device_type)
     model, work = prepare(path, config, world_size, device_type, head, trains=True, memory_bytes=memory_bytes)
     work = replace(work, num_micro_batches=num_micro_batches, num_patches=num_patches)
+    work = replace(work, images_per_sequence=images_per_sequence)
     whole, half = simulate(work), simulate(replace(work, num_tokens=work.num_tokens // 2))
     scratch = head_scratch_bytes(model, work, device_type)
     peak, growth = whole.anywhere, whole.anywhere - half.anywhere

@@ -39,6 +39,7 @@ from rlft_fast.engine.sharding import (
 from rlft_fast.engine.torch_optim import end_parameters
 from rlft_fast.models import (
     ImageInputs,
+    LookAhead,
     ModelInputs,
     PolicyModel,
     RLModel,
@@ -48,9 +49,11 @@ from rlft_fast.models import (
     has_vision,
     materialize,
     require_divisible_heads,
+    sees_ahead,
     sinks_of_own_heads,
 )
 from rlft_fast.ops import gather_heads_scatter_tokens
+from rlft_fast.ops.packing import RowIndex, take_rows
 from rlft_fast.rl import PolicyLoss, ValueLoss
 from rlft_fast.world import World
 
@@ -79,6 +82,7 @@ class Workload:
         num_tokens: tokens of each micro-batch, before `sequence_parallel` divides them.
         num_micro_batches: micro-batches of the step. More than two need as much memory as two.
         num_patches: image patches of each micro-batch, for models with a vision tower; at least a blank image's.
+        images_per_sequence: for models whose image tokens see later ones, see `LookAhead`.
         offloaded: whether weights, gradients and optimizer state are on another device, and do not count.
     """
 
@@ -90,6 +94,7 @@ class Workload:
     num_tokens: int
     num_micro_batches: int = 1
     num_patches: int = 0
+    images_per_sequence: int = 1
     offloaded: bool = False
 
 
@@ -325,14 +330,15 @@ def _inputs(model: RLModel, workload: Workload, group: dist.ProcessGroup | None)
     is_padded = bool(model.padded_because)
     ids = torch.zeros(num_rows, dtype=torch.int64)
     boundaries = torch.zeros(2, dtype=torch.int32)
-    position_ids, images = ids, None
+    position_ids, images, look_ahead = ids, None, None
     if has_vision(model.backbone) and not is_padded:
         position_ids = ids.expand(3, -1) if has_three_positions(model.backbone) else ids
         images = _images(model.backbone, num_rows, workload.num_patches)
+        look_ahead = _look_ahead(model.backbone, num_rows, workload)
     return ModelInputs(
         input_ids_U=ids, position_ids_U=position_ids, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries,
         max_seqlen_q=workload.num_tokens, max_seqlen_k=workload.num_tokens, key_index=None, active_index_A=ids,
-        target_A=ids, output_index_A=ids, images=images, sequence_group=group,
+        target_A=ids, output_index_A=ids, images=images, look_ahead=look_ahead, sequence_group=group,
         padded_length=num_rows if is_padded else None,
     )  # fmt: skip
 
@@ -342,6 +348,18 @@ def _images(backbone: Any, num_rows: int, num_patches: int) -> ImageInputs:
     repeats = max(-(-num_patches // len(blank["pixel_values"])), 1)
     tower = {name: torch.cat([x] * repeats) for name, x in blank.items()}
     return ImageInputs(tower=tower, source_index_U=torch.zeros(num_rows, dtype=torch.int64))
+
+
+def _look_ahead(backbone: Any, num_rows: int, workload: Workload) -> LookAhead | None:
+    """Images that are spread evenly over sequences, each of which has as many."""
+    num_images = sees_ahead(backbone) and workload.num_patches
+    if not num_images:
+        return None
+    num_all, size = num_rows * workload.config.sequence_parallel, backbone.config.mm_tokens_per_image
+    places = torch.zeros((workload.images_per_sequence + 1) * num_all // 2, dtype=torch.int64)
+    index = RowIndex(places, torch.zeros_like(places), torch.zeros(num_all + 1, dtype=torch.int32))
+    boundaries = torch.zeros(num_images + 1, dtype=torch.int32)
+    return LookAhead(torch.zeros(num_images * size, dtype=torch.int64), index, boundaries, boundaries, size, num_all)
 
 
 def _mark_blocks(tracker: MemoryTracker, repeats: Repeats, model: RLModel) -> None:
@@ -435,7 +453,7 @@ _IMAGE_FEATURES = {"idefics3": _idefics_features, "smolvlm": _idefics_features, 
 def whole_sequence_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     scaling: float | None = None, sequence_group: dist.ProcessGroup | None = None, s_aux: Tensor | None = None,
-    **_: object,
+    look_ahead: LookAhead | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Stands for packed attention and needs as much memory. It reads no boundaries, which a fake tensor lacks."""
     if sequence_group is not None:
@@ -448,6 +466,13 @@ def whole_sequence_attention(
     if s_aux is not None:
         output = output * s_aux.to(output.dtype).view(1, -1, 1, 1)
     output = torch.cat([output[..., :width]], dim=2).transpose(1, 2)
+    if look_ahead is not None:
+        index, rows = look_ahead.key_index, look_ahead.row_N
+        keys, values = (take_rows(x[0].transpose(0, 1), index).transpose(0, 1)[None] for x in (key, value))
+        again = scaled_dot_product_attention(
+            query.index_select(2, rows), keys, values, scale=scaling, enable_gqa=True
+        )  # fmt: skip
+        output = output.index_copy(1, rows, torch.cat([again], dim=2).transpose(1, 2))
     if sequence_group is not None:
         output = gather_heads_scatter_tokens(output[0], sequence_group).unsqueeze(0)
     return output, None

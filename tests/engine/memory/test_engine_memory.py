@@ -169,12 +169,14 @@ def pictures(name: str) -> tuple[dict[str, Tensor], list[int]]:
         return {"pixel_values": torch.randn(48 * 64, 24), "image_grid_thw": torch.tensor([[1, 48, 64]])}, [12 * 64]
     if name == "mistral3":
         return {"pixel_values": torch.randn(150, 3, 4, 8), "image_sizes": torch.tensor([[4, 8]] * 150)}, [2] * 150
+    if name == "gemma3-vision":
+        return {"pixel_values": torch.randn(128, 3, 8, 8)}, [4] * 128
     none = torch.zeros(180, dtype=torch.int64)
     return {"pixel_values": torch.randn(180, 1, 3, 8, 8), "rows": none, "cols": none}, [4] * 180
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "idefics3", "mistral3"])
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "idefics3", "mistral3", "gemma3-vision"])
 def test_plan_of_a_vision_tower(name, tmp_path):
     path, config = save_tiny_model(name, tmp_path), EngineConfig(max_tokens=1024, workspace_mib=1)
     inputs, runs = pictures(name)
@@ -183,7 +185,8 @@ def test_plan_of_a_vision_tower(name, tmp_path):
     batch = Batch.from_samples([prompt], [[9] * (1024 - len(prompt))], images=[Images("a", inputs)])
     batch = batch.replace(advantage_T=torch.randn(1024), old_logprob_T=torch.randn(1024))
     with_images, without = (
-        plan_engine_memory(str(path), config, 1, num_patches=count, device_type="cpu") for count in (num_patches, 0)
+        plan_engine_memory(str(path), config, 1, num_patches=count, images_per_sequence=len(runs), device_type="cpu")
+        for count in (num_patches, 0)
     )
     engine = FSDPEngine(str(path), config, num_training_steps=9).initialize()
     measured = measured_bytes(engine, batch, PolicyLoss())
