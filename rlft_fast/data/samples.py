@@ -15,7 +15,7 @@ from rlft_fast.data.batch import Batch, cat_lists, cat_supports, cumulative, lis
 from rlft_fast.world import World
 
 _BY_NAME = ("parts", "counts")  # fields with columns by name
-_TEXTS = "texts"
+_LISTS = ("texts", "pictures")  # fields with a value of JSON for each sample
 
 
 class Branches(NamedTuple):
@@ -57,6 +57,8 @@ class Samples:
             has in common with the branch before it; at all other tokens -1. None: no episode has branches.
         support_TK: (T, K) int32, the ids that each token was sampled among, -1 fills up; None: the whole vocabulary.
         texts: of the B completions, as reward functions read them; None before they are decoded.
+        pictures: what an environment has shown in each episode: for each answer with images these, as files in base64.
+            None: no environment shows images.
     """
 
     row_B: Tensor
@@ -74,6 +76,7 @@ class Samples:
     kept_T: Tensor | None = None
     support_TK: Tensor | None = None
     texts: Sequence[str] | None = None
+    pictures: Sequence[list[list[str]]] | None = None
 
     def __len__(self) -> int:
         return len(self.row_B)
@@ -134,8 +137,8 @@ class Samples:
         fields: dict[str, Any] = {
             name: tensor.index_select(0, rows[row_letter(name)]) for name, tensor in self._tensors().items()
         }
-        texts = None if self.texts is None else [self.texts[i] for i in indices.tolist()]
-        return self.replace(**fields, **self._each_by_name(lambda column: column[indices]), texts=texts)
+        fields |= {name: [own[i] for i in indices.tolist()] for name, own in self._lists().items()}
+        return self.replace(**fields, **self._each_by_name(lambda column: column[indices]))
 
     def of_rows(self, rows: Sequence[int]) -> Self:
         """The samples of these rows, in the order that they have here."""
@@ -164,8 +167,8 @@ class Samples:
         fields: dict[str, Any] = {
             name: gathered(column, row_letter(name)) for name, column in self._as_wide(world)._tensors().items()
         }
-        texts = None if self.texts is None else [*chain(*world.all_gather_json(self.texts))]
-        return self.replace(**fields, **self._each_by_name(lambda column: gathered(column, "B")), texts=texts)
+        fields |= {name: [*chain(*world.all_gather_json(own))] for name, own in self._lists().items()}
+        return self.replace(**fields, **self._each_by_name(lambda column: gathered(column, "B")))
 
     def _as_wide(self, world: World) -> Self:
         """With a support as wide as the widest of all ranks."""
@@ -201,10 +204,9 @@ class Samples:
     def tensors(self) -> dict[str, Tensor]:
         """Everything as tensors by name, for a checkpoint. `of_tensors` takes them."""
         named = {f"{name}.{key}": x_B for name in _BY_NAME for key, x_B in getattr(self, name).items()}
-        if self.texts is None:
-            return self._tensors() | named
-        content = bytearray(json.dumps([*self.texts]).encode())
-        return self._tensors() | named | {_TEXTS: torch.frombuffer(content, dtype=torch.uint8)}
+        contents = {name: bytearray(json.dumps([*own]).encode()) for name, own in self._lists().items()}
+        lists = {name: torch.frombuffer(content, dtype=torch.uint8) for name, content in contents.items()}
+        return self._tensors() | named | lists
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
@@ -215,13 +217,16 @@ class Samples:
         for name in _BY_NAME:
             keys = {key: key.removeprefix(f"{name}.") for key in tensors if key.startswith(f"{name}.")}
             fields[name] = {own: tensors[key] for key, own in keys.items()}
-        texts = json.loads(tensors[_TEXTS].numpy().tobytes()) if _TEXTS in tensors else None
-        return cls(**fields | {"texts": texts})
+        fields |= {name: json.loads(tensors[name].numpy().tobytes()) for name in _LISTS if name in tensors}
+        return cls(**fields)
 
     def _each_by_name(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """The fields of columns by name, after a function of each column."""
         fields = {name: getattr(self, name) for name in _BY_NAME}
         return {name: {key: function(column) for key, column in own.items()} for name, own in fields.items()}
+
+    def _lists(self) -> dict[str, Sequence[Any]]:
+        return {name: own for name in _LISTS if (own := getattr(self, name)) is not None}
 
     def _tensors(self) -> dict[str, Tensor]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -238,5 +243,5 @@ def cat_samples(parts: Sequence[Samples]) -> Samples:
     for name in _BY_NAME:
         every = [getattr(samples, name) for samples in parts]
         fields[name] = {key: torch.cat([own[key] for own in every]) for key in every[0]}
-    texts = None if first.texts is None else [text for samples in parts for text in samples.texts or ()]
-    return first.replace(**fields, texts=texts)
+    fields |= {name: [*chain(*(samples._lists()[name] for samples in parts))] for name in first._lists()}
+    return first.replace(**fields)

@@ -15,7 +15,7 @@ from rlft_fast.envs.server import FORK, KILL, PID, serve
 from rlft_fast.isolation import WorkerProcess
 
 _START_S = 120.0  # imports of the environment's module
-_LONGEST_ANSWER = 4_000_000  # bytes of a line; contents are cut to far less
+_LONGEST_ANSWER = 32_000_000  # bytes of a line, for images; words are cut to far less
 _CONTROL_S = 30.0  # a fork, or a kill
 _NO_ANSWER = "it wrote something that is no answer"
 
@@ -244,16 +244,31 @@ def _checked(answer: Any, keys: tuple[str, ...]) -> Answer:
     if not (reward is None or (isinstance(reward, float) and math.isfinite(reward))):
         return Failed(f"its reward is {reward!r}, expected a finite number or None", "no_answer")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        return Failed("its messages have no role or no text as content", "no_answer")
+        return Failed("its messages have no role, or neither text nor parts with images as content", "no_answer")
     return answer
 
 
 def _is_message(message: Any) -> bool:
     return (
         isinstance(message, dict)
-        and isinstance(message.get("content"), str)
+        and _is_content(message.get("content"))
         and isinstance(message.get("role", ""), str)
         and message.get("role") != "assistant"
+    )
+
+
+def _is_content(content: Any) -> bool:
+    """A text, or parts: texts, and images as files in base64 or with a mistake."""
+    keys = {"text": ["text"], "image": ["image", "mistake"]}
+    return isinstance(content, str) or (
+        isinstance(content, list)
+        and bool(content)
+        and all(
+            isinstance(part, dict)
+            and len(part) == 2
+            and any(isinstance(part.get(key), str) for key in keys.get(str(part.get("type")), []))
+            for part in content
+        )
     )
 
 

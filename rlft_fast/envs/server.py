@@ -5,7 +5,9 @@ of imports, and takes milliseconds.
 """
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import os
 import signal
@@ -119,11 +121,38 @@ async def _answer(
 
 
 def _cut(messages: Any, most: int) -> list[Message]:
-    """The messages with contents of at most so many characters: a tokenizer takes minutes for megabytes."""
+    """The messages with texts of at most so many characters: a tokenizer takes minutes for megabytes.
+
+    Images become files in base64.
+    """
 
     def cut(content: Any) -> Any:
+        if isinstance(content, list) and any(map(_is_image, content)):
+            return [_sent(part) if _is_image(part) else {"type": "text", "text": cut(_words(part))} for part in content]
         if not isinstance(content, str):
             content = json.dumps(content, default=str)
         return content if len(content) <= most else f"{content[:most]}… ({len(content) - most} characters left out)"
 
     return [message | {"content": cut(message["content"])} if "content" in message else message for message in messages]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _words(part: Any) -> Any:
+    """The text of a part of a content that has images, too."""
+    return part["text"] if isinstance(part, Mapping) and "text" in part else part
+
+
+def _sent(part: Mapping[str, Any]) -> Message:
+    """An image as the trainer takes it: as a file in base64, or with what is wrong with it."""
+    image: Any = part.get("image")
+    try:
+        from PIL import ImageOps
+
+        file = io.BytesIO()
+        ImageOps.exif_transpose(image).convert("RGB").save(file, "PNG", compress_level=1)
+    except Exception as error:  # Pillow may raise any error, and another object has none of its methods
+        return {"type": "image", "mistake": f"{type(error).__name__}: {error} (expected an image of Pillow)"[:500]}
+    return {"type": "image", "image": base64.b64encode(file.getvalue()).decode()}

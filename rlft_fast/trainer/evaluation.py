@@ -118,12 +118,13 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         tokenizer = load_tokenizer(config.model)
         judge = Judge.for_evaluation(config, tokenizer, world) or Judge(config, tokenizer, world)
         stack.callback(judge.close)
-        held_out = load_held_out(config, tokenizer, ImageReader.of_model(config.model, tokenizer))
+        reader = ImageReader.of_model(config.model, tokenizer)
+        held_out = load_held_out(config, tokenizer, reader)
         check_held_out(held_out, judge)
         check_images(config, *held_out.values())
         player = None
         if config.environments_by_name:
-            player, sets = open_environment(config, tokenizer, [*held_out.values()])
+            player, sets = open_environment(config, tokenizer, [*held_out.values()], reader)
             stack.callback(player.close)
             held_out = dict(zip(held_out, sets, strict=True))
         require_agreement(world, "held-out data", *held_out.values())

@@ -69,7 +69,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
         if objective is not None:
             name = f"policy loss {config.algorithm.policy_loss}"
             checks.run(lambda: require_sendable(name, objective.policy_loss.loss))
-    evaluation_judge = judge = prompts = held_out = None
+    evaluation_judge = judge = prompts = held_out = reader = None
     if (tokenizer := checks.run(lambda: load_tokenizer(config.model))) is not None:
         evaluation_judge = checks.run(lambda: Judge.for_evaluation(config, tokenizer, world))
         judge = checks.run(lambda: Judge(config, tokenizer, world))
@@ -94,7 +94,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
         assert prompts is not None
         assert held_out is not None
         given = tokenizer, [prompts, *held_out.values()]
-        if (found := checks.run(lambda: open_environment(config, *given))) is not None:
+        if (found := checks.run(lambda: open_environment(config, *given, reader))) is not None:
             player, (prompts, *sets) = found
             held_out = dict(zip(held_out, sets, strict=True))
     checks.raise_found()
@@ -112,7 +112,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
 
 
 def open_environment(
-    config: Config, tokenizer: PreTrainedTokenizerBase, sets: Sequence[Prompts]
+    config: Config, tokenizer: PreTrainedTokenizerBase, sets: Sequence[Prompts], reader: ImageReader | None = None
 ) -> tuple[EpisodePlayer, list[Prompts]]:
     """The player of the configuration's environments, and the sets of prompts as its episodes begin.
 
@@ -120,6 +120,7 @@ def open_environment(
         config: with an environment.
         tokenizer: of the policy.
         sets: prompts with the same columns.
+        reader: of images; None: the policy takes none.
 
     Raises:
         ValueError: an environment cannot be used, a row names none, or a prompt cannot begin an episode.
@@ -130,7 +131,7 @@ def open_environment(
         *end_token_ids(generation_defaults(config.model), tokenizer),
         *split_stop(config.rollout.stop, tokenizer)[0],
     ]
-    player = EpisodePlayer(configs, columns, tokenizer, ends)
+    player = EpisodePlayer(configs, columns, tokenizer, ends, reader, why_no_images_in_episodes(config))
     try:
         return player, [player.prepare(prompts, config.rollout.max_prompt_tokens) for prompts in sets]
     except BaseException:
@@ -145,6 +146,14 @@ def _columns_of(name: str, configs: Mapping[str, EnvironmentConfig], sets: Seque
         own = [i for i, other in enumerate(environment_names(configs, prompts)) if other == name]
         found |= {column for column, values in prompts.columns.items() if any(values[i] is not None for i in own)}
     return sorted(found)
+
+
+def why_no_images_in_episodes(config: Config) -> str:
+    """Why nobody may show the policy images in the episodes of a run; empty: they may be shown."""
+    if config.rollout.backend == "vllm":
+        return "vLLM is given no images in episodes: set rollout.backend to hf"
+    found = _blind_parts(config)
+    return f"images do not reach {' and '.join(found)}: leave out {'them' if len(found) > 1 else 'it'}" if found else ""
 
 
 def make_objective(config: Config) -> Objective:
@@ -220,19 +229,10 @@ def check_tokens(key: str, num_embeddings: int, *given: Prompts) -> None:
 
 def check_images(config: Config, *given: Prompts) -> None:
     """Raises ValueError for images in a run with a part that would not see them."""
-    takes_none = {
-        "cluster": config.cluster is not None,
-        "environment": bool(config.environments_by_name),
-        "a reward model": bool(config.reward.model_parts),
-    }
-    for key in ("critic.model", "teacher.model"):
-        if (path := config.model_folders.get(key)) is not None:
-            takes_none[key] = image_family(path) is None
-    found = [key for key, holds in takes_none.items() if holds]
     if (prompts := next((prompts for prompts in given if prompts.images), None)) is None:
         return
     row = f"row {min(prompts.images)} of the data (counted from 0) has images"
-    if found:
+    if found := _blind_parts(config):
         raise ValueError(
             f"{row}, which do not reach {' and '.join(found)}: leave out {'them' if len(found) > 1 else 'it'}, or the "
             "rows with images"
@@ -241,6 +241,18 @@ def check_images(config: Config, *given: Prompts) -> None:
         reason := why_no_images(config.model, served=bool(config.rollout.servers))
     ):
         raise ValueError(f"{row}, and {reason}")
+
+
+def _blind_parts(config: Config) -> list[str]:
+    """The parts of a run that see no images."""
+    takes_none = {
+        "cluster": config.cluster is not None,
+        "a reward model": bool(config.reward.model_parts),
+    }
+    for key in ("critic.model", "teacher.model"):
+        if (path := config.model_folders.get(key)) is not None:
+            takes_none[key] = image_family(path) is None
+    return [key for key, holds in takes_none.items() if holds]
 
 
 def check_support(config: Config, hidden_size: int, device_type: str) -> None:

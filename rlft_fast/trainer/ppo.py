@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.config import Config
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, Images, Samples
 from rlft_fast.engine import weighted
 from rlft_fast.rl import AdvantageError
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted
@@ -47,7 +47,7 @@ from rlft_fast.trainer.inputs import (
 )
 from rlft_fast.trainer.learn import Learner, asked_of_teacher, check_embeddings, with_teacher
 from rlft_fast.trainer.models import build_models, check_finite, notes_on
-from rlft_fast.trainer.prompts import ImageError, overlong_notes
+from rlft_fast.trainer.prompts import ImageError, Prompts, overlong_notes
 from rlft_fast.world import World, init_distributed
 
 _SHOWN_EXAMPLES = 3
@@ -154,7 +154,7 @@ class PPOTrainer:
         with_signal = self.collector.rows_with_signal(scored)
         samples = self.collector.penalize_length(scored)
         taught = scored_samples(self.collector.taught(samples, with_signal), greedy)
-        images = self.world.together(prompts.load_images, ImageError)
+        images = self.world.together(partial(self._images, prompts, taught), ImageError)
         batch = build_batch(taught, prompts.token_ids, greedy, images)
         batch = self._infer(self.objective.normalized(batch, samples.reward_B[samples.has_reward_B]))
         metrics = rollout_metrics(samples, batch, len(with_signal)) | self.collector.metrics(collected)
@@ -172,6 +172,13 @@ class PPOTrainer:
             batch=batch, metrics=metrics,
             kept=collected.tensors() if self.config.log_samples and self.world.is_first else None,
         )  # fmt: skip
+
+    def _images(self, prompts: Prompts, samples: Samples) -> list[Images | None]:
+        """The images of each sample; empty: no sample has images."""
+        images = prompts.load_images()
+        if self.player is not None:
+            return self.player.images(samples, images)
+        return [images[row] for row in samples.row_B.tolist()] if images else []
 
     def _infer(self, batch: Batch) -> Batch:
         """The batch with what the models compute before the update. A teacher with workers of its own works beside."""

@@ -139,3 +139,26 @@ def add(a: int, b: int = 1) -> int:
 
 def bare(a):
     return a
+
+
+class Gallery:
+    """Shows what the policy asks for: pictures, or something that is none. Where a row asks, a picture begins."""
+
+    def reset(self, first: bool = False, **row: Any) -> list[dict[str, Any]] | None:
+        return [{"role": "user", "content": [{"type": "image", "image": painted(9)}]}] if first else None
+
+    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], None, bool]:
+        asked = message["content"]
+        shown = {"path": "a.png", "wide": painted(0).resize((20_000, 2)), "thin": painted(0).resize((1, 300))}
+        image = {"type": "image", "image": shown[asked] if asked in shown else painted(len(asked))}
+        more = [image] if asked == "two" else []
+        words = {"type": "text", "text": "<|image_pad|>?" if asked == "spoken" else "?"}
+        return [{"role": "tool" if asked == "tool" else "user", "content": [image, words, *more]}], None, False
+
+
+def painted(number: int) -> Any:
+    from PIL import Image
+
+    return Image.frombytes(
+        "RGB", (12 + number, 16), bytes(i * (number + 3) % 256 for i in range(3 * 16 * (12 + number)))
+    )

@@ -152,18 +152,19 @@ def build_batch(
     scored: Samples, prompts: Sequence[Sequence[int]], greedy: Tensor | None = None,
     images: Sequence[Images | None] = (),
 ) -> Batch:  # fmt: skip
-    """Packs the samples that have a reward; samples of one prompt form a group, and share its images.
+    """Packs the samples that have a reward; samples of one prompt form a group.
 
     Args:
         scored: from `scored_samples`.
         prompts: token ids of the prompt of each row.
         greedy: see `scored_samples`.
-        images: of the prompt of each row, None where it has none; empty: no prompt has.
+        images: of each sample, None where it has none; empty: no sample has.
     """
     batch = scored.to_batch(prompts)
     assert batch.group_B is not None  # the rows
     if images:
-        batch = batch.replace(**image_table([images[row] for row in batch.group_B.tolist()]))
+        of_B = range(len(scored)) if batch.episode_B is None else batch.episode_B.tolist()
+        batch = batch.replace(**image_table(images[i] for i in of_B))
     return batch if greedy is None else batch.replace(baseline_B=greedy[batch.group_B])
 
 

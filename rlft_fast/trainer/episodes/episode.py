@@ -1,17 +1,17 @@
 """One episode while it is played: its tokens, its turns and how it ends."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
 
-from rlft_fast.data import Samples, cat_supports
+from rlft_fast.data import Images, Samples, cat_supports
 from rlft_fast.envs import Failure
 from rlft_fast.rollout import Completion, Request, Span, seed_of, to_samples
 from rlft_fast.trainer.episodes.history import History
 from rlft_fast.trainer.episodes.suffix import Suffix
-from rlft_fast.trainer.prompts import Conversation
+from rlft_fast.trainer.prompts import Conversation, PromptImages
 
 PART = "environment"
 """Name of the environment's reward among the parts of a reward."""
@@ -20,8 +20,12 @@ STOP = "stop_"
 """Begin of the names of counts that tell how an episode has ended, each 0 or 1."""
 Stop = Literal["done", "max_turns", "max_new_tokens"]
 """How an episode ends: by the environment, or by a limit. An episode may also fail."""
-STOP_REASONS = (*get_args(Stop), *get_args(Failure), "template")
-"""How an episode ends, or fails. Reason ``template``: the chat template cannot be applied to the messages."""
+STOP_REASONS = (*get_args(Stop), *get_args(Failure), "template", "image")
+"""How an episode ends, or fails.
+
+Reason ``template``: the chat template cannot be applied to the messages. Reason ``image``: an image of the
+environment cannot be used.
+"""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,8 @@ class Episode:
     seed: int
     max_tokens: int
     has_support: bool  # whether tokens are sampled among some of the vocabulary
+    images: Images | None = None  # of all tokens so far
+    pictures: list[list[str]] = field(default_factory=list)  # see `Samples.pictures`
     token_ids: list[int] = field(default_factory=list)  # of all branches, one behind the other
     behind_prompt: list[int] = field(default_factory=list)  # of the last branch, with what it has from others
     kept: list[int] = field(default_factory=list)  # see `Samples.kept_T`
@@ -73,6 +79,7 @@ class Episode:
         seed = seed_of(self.seed, self.turns) if self.turns else self.seed
         return Request(
             row=self.row, token_ids=[*self.prompt, *self.behind_prompt], seed=seed, max_new_tokens=self.left,
+            images=self.images,
             episode=self.number if max_turns > 1 else None,
         )  # fmt: skip
 
@@ -85,8 +92,11 @@ class Episode:
         self.ends.append(len(self.token_ids))
         self.turn_rewards.append(0.0)
 
-    def add_given(self, suffix: Suffix) -> None:
-        """Appends tokens of the environment or the template."""
+    def add_given(self, suffix: Suffix, shown: PromptImages | None = None) -> None:
+        """Appends tokens of the environment or the template, and the images that some of them stand for."""
+        if shown is not None:
+            self.images = replace(shown.load(), before=self.images)
+            self.pictures.append(shown.pictures)
         token_ids, self.is_thinking = suffix
         self._add(token_ids, [0.0] * len(token_ids), is_sampled=False)
         version = self.spans[-1].weight_version if self.spans else 0
@@ -128,7 +138,7 @@ class Episode:
         """Ends the episode."""
         self.stop_reason = reason
 
-    def fail(self, words: str, reason: Failure | Literal["template"]) -> None:
+    def fail(self, words: str, reason: Failure | Literal["template", "image"]) -> None:
         """Ends the episode, which has no reward, and is left out of the learning."""
         self.stop_reason, self.failure = reason, words
 
@@ -140,8 +150,14 @@ class Episode:
         return Completion(self.token_ids, self.logprobs, reason, tuple(self.spans), support, self.is_sampled)
 
 
-def samples_of(episodes: Sequence[Episode], *, may_branch: bool = False) -> Samples:
-    """One sample per episode, with the environment's reward as a part. An episode that failed has no reward."""
+def samples_of(episodes: Sequence[Episode], *, may_branch: bool = False, may_show: bool = False) -> Samples:
+    """One sample per episode, with the environment's reward as a part. An episode that failed has no reward.
+
+    Args:
+        episodes: that have ended.
+        may_branch: whether an episode may have branches.
+        may_show: whether an environment may show images.
+    """
     samples = to_samples([(episode.row, episode.completion()) for episode in episodes])
     rewards = [episode.reward if episode.failure is None else torch.nan for episode in episodes]
     counts = {
@@ -157,6 +173,7 @@ def samples_of(episodes: Sequence[Episode], *, may_branch: bool = False) -> Samp
     kept_T = torch.tensor([x for episode in episodes for x in episode.kept], dtype=torch.int32)
     return samples.replace(
         kept_T=kept_T if may_branch else None,
+        pictures=[episode.pictures for episode in episodes] if may_show else None,
         reward_T=torch.tensor([x for episode in episodes for x in episode.rewards()], dtype=torch.float64),
         parts={PART: torch.tensor(rewards, dtype=torch.float64)},
         counts={name: torch.tensor(own, dtype=torch.float64) for name, own in counts.items()},

@@ -111,7 +111,7 @@ def prove_history(suffixes: Suffixes) -> str | None:
 def _prove(suffixes: Suffixes) -> str | None:
     style = suffixes.style
     asked = style.with_tools(Conversation([{"role": "user", "content": "Is it so?"}]))
-    prompt, (begin, end) = suffixes.split_prompt(asked), style.form.thought
+    (prompt, _), (begin, end) = suffixes.split_prompt(asked), style.form.thought
     thought_key = next((key for key in THINKING if _shows(suffixes, asked, key)), None)
     answers: list[tuple[Parsed, Message]] = [
         (Parsed(_WORDS, [], None, "Well."), {"role": "user", "content": RESULT_MARK})

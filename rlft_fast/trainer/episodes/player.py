@@ -1,11 +1,13 @@
 """Plays episodes: the policy and an environment in turn, many episodes at once."""
 
+import base64
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.cluster import RemoteRollout
 from rlft_fast.config import EnvironmentConfig
-from rlft_fast.data import Samples
+from rlft_fast.data import Images, Samples
 from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed
 from rlft_fast.errors import brief
 from rlft_fast.rollout import (
@@ -31,7 +33,17 @@ from rlft_fast.trainer.episodes.episode import PART, Episode, samples_of
 from rlft_fast.trainer.episodes.history import History, prove_history
 from rlft_fast.trainer.episodes.styles import Style
 from rlft_fast.trainer.episodes.suffix import choose_suffixes
-from rlft_fast.trainer.prompts import Message, Prompts, name_rows
+from rlft_fast.trainer.prompts import (
+    ImageError,
+    ImageReader,
+    ImageSource,
+    Message,
+    PromptImages,
+    Prompts,
+    image_parts,
+    name_rows,
+    only_placeholders,
+)
 from rlft_fast.world import SPANS, World
 
 _COLUMN = "environment"  # of rows, with a name
@@ -48,6 +60,8 @@ class EpisodePlayer:
         columns: by the names of the environments, names of the columns of their rows, the prompt's included.
         tokenizer: of the policy.
         end_token_ids: tokens that end a reply of the policy's.
+        image_reader: of the policy; None: the policy takes no images.
+        why_no_images: why nobody may show the policy images all the same; empty: they may.
 
     Attributes:
         generate_seconds: time in which this rank's generator worked in the last call of `samples` [s].
@@ -59,14 +73,17 @@ class EpisodePlayer:
 
     def __init__(
         self, configs: Mapping[str, EnvironmentConfig], columns: Mapping[str, Sequence[str]],
-        tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int], image_reader: ImageReader | None = None,
+        why_no_images: str = "",
     ) -> None:  # fmt: skip
         self.configs, self.tokenizer = configs, tokenizer
+        self.image_reader, self._why_no_images = image_reader, why_no_images
         self._ends = frozenset(end_token_ids)
         self.pool = EnvironmentPool({name: _class_of(own, columns[name]) for name, own in configs.items()})
         try:
             self._suffixes = {
-                name: choose_suffixes(tokenizer, tools, end_token_ids) for name, tools in self.pool.tools.items()
+                name: choose_suffixes(tokenizer, tools, end_token_ids, image_reader)
+                for name, tools in self.pool.tools.items()
             }
             self._thought_keys = {
                 name: prove_history(self._suffixes[name]) for name, own in configs.items() if own.history == "template"
@@ -85,7 +102,8 @@ class EpisodePlayer:
 
         Raises:
             ValueError: a prompt is no conversation or ends with the assistant's words, its template does not show where
-                its words end, or it is too long with the tools; rows are named.
+                its words end, it has images that episodes cannot have, or it is too long with the tools; rows are
+                named.
         """
         if missing := [i for i in range(len(prompts)) if i not in prompts.conversations]:
             raise ValueError(
@@ -102,10 +120,14 @@ class EpisodePlayer:
             suffixes = self._suffixes[names[i]]
             conversations[i] = suffixes.style.with_tools(conversation)
             try:
-                texts.append(suffixes.split_prompt(conversations[i]))
+                if i in prompts.images and (reason := self.why_no_images(names[i])):
+                    raise ValueError(f"it has images, but {reason}")
+                text, rest = suffixes.split_prompt(conversations[i])
+                shown = self._with_images(text, rest, prompts.images.get(i))
             except Exception as error:  # a template is code of the model's
                 raise ValueError(f"row {i} (counted from 0) cannot begin an episode: {brief(error)}") from error
-            token_ids.append(self.tokenizer.encode(texts[-1], add_special_tokens=False))
+            texts.append(text)
+            token_ids.append(self.tokenizer.encode(shown, add_special_tokens=False))
         if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]:
             raise ValueError(
                 f"{name_rows(long)} are longer than rollout.max_prompt_tokens={max_prompt_tokens} with the tools of "
@@ -131,12 +153,14 @@ class EpisodePlayer:
             no reward.
 
         Raises:
+            ImageError: an image of a prompt has changed since the start of the run, or is gone.
             RequestError: the generator refuses a request.
             RolloutError: the generator failed.
         """
         self.generate_seconds = self.environment_seconds = 0.0
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
-        episodes = world.together(partial(self._begin, prompts, params, seeds), Exception)
+        images = world.together(prompts.load_images, ImageError) or [None] * len(prompts)
+        episodes = world.together(partial(self._begin, prompts, images, params, seeds), Exception)
         while world.any_rank(any(episode.running for episode in episodes)):
             running = [episode for episode in episodes if episode.running]
             answers = rollout.answer([self._request(episode) for episode in running], params)
@@ -144,7 +168,45 @@ class EpisodePlayer:
             replies = world.together(partial(without_refusals, answers), RequestError)
             world.together(partial(self._turn, running, replies), Exception)
         world.together(partial(self._end, episodes), Exception)
-        return samples_of(episodes, may_branch=bool(self._thought_keys))
+        may_show = any(not self.why_no_images(name) for name in self.configs)
+        return samples_of(episodes, may_branch=bool(self._thought_keys), may_show=may_show)
+
+    def why_no_images(self, name: str) -> str:
+        """Why the episodes of an environment have no images; empty: they may have some."""
+        if self.image_reader is None:
+            return "the policy takes no images: leave them out, or train a vision-language model"
+        if self.configs[name].history == "template":
+            return "environment.history is template, which shows no images: set it to keep"
+        return self._why_no_images or self._suffixes[name].why_no_images
+
+    def images(self, samples: Samples, images: Sequence[Images | None]) -> list[Images | None]:
+        """The images of each sample: those of its prompt, and what its environment has shown.
+
+        Args:
+            samples: of episodes.
+            images: of the prompt of each row; empty: no prompt has images.
+        """
+        own = [images[row] if images else None for row in samples.row_B.tolist()]
+        pictures = samples.pictures or [[]] * len(samples)
+        return [self._behind(first, shown) for first, shown in zip(own, pictures, strict=True)]
+
+    def _behind(self, images: Images | None, pictures: Sequence[Sequence[str]]) -> Images | None:
+        for answer in pictures:
+            images = replace(self._opened(answer).load(), before=images)
+        return images
+
+    def _opened(self, pictures: Sequence[str]) -> PromptImages:
+        """Images of an answer. Raises ValueError for what is no image."""
+        assert self.image_reader is not None
+        contents = [base64.b64decode(picture, validate=True) for picture in pictures]
+        return self.image_reader.open([ImageSource("of the environment", content) for content in contents])
+
+    def _with_images(self, text: str, rest: str, images: PromptImages | None) -> str:
+        """The text of a prompt with the tokens of its images. More text stands behind it."""
+        if self.image_reader is None:
+            return text
+        whole, (end,) = self.image_reader.expand_at(text + rest, images, [len(text)])
+        return whole[:end]
 
     def metrics(self, prompts: Prompts, samples: Samples) -> dict[str, float]:
         """The mean reward of each environment, where there are several; NaN where it has given none.
@@ -187,7 +249,7 @@ class EpisodePlayer:
         start = 0
         for sampled, run in groupby(is_sampled):
             end = start + len([*run])
-            runs.append({"sampled": sampled, "text": self.tokenizer.decode(token_ids[start:end])})
+            runs.append({"sampled": sampled, "text": self._decoded(token_ids[start:end], sampled=sampled)})
             if sampled and reward_T is not None:
                 runs[-1]["reward"] = float(reward_T[start:end].sum())
             if kept_T is not None and (kept := int(kept_T[start])) >= 0:
@@ -195,11 +257,19 @@ class EpisodePlayer:
             start = end
         return runs
 
+    def _decoded(self, token_ids: list[int], *, sampled: bool) -> str:
+        text = str(self.tokenizer.decode(token_ids))
+        if sampled or self.image_reader is None:
+            return text
+        return re.sub(f"({re.escape(self.image_reader.token)})+", r"\1", text)  # one for each run
+
     def close(self) -> None:
         """Ends all environments."""
         self.pool.close()
 
-    def _begin(self, prompts: Prompts, params: SamplingParams, seeds: Seeds) -> list[Episode]:
+    def _begin(
+        self, prompts: Prompts, images: Sequence[Images | None], params: SamplingParams, seeds: Seeds
+    ) -> list[Episode]:
         rows = [(row, seed) for row, own in enumerate(seeds) for seed in own]
         names = environment_names(self.configs, prompts)
         numbers = self.pool.open([names[row] for row, _ in rows])
@@ -207,13 +277,13 @@ class EpisodePlayer:
             Episode(
                 row=row, environment=names[row], number=number, prompt=prompts.token_ids[row],
                 conversation=prompts.conversations[row], seed=seed, max_tokens=params.max_new_tokens,
-                has_support=params.support_size is not None,
+                has_support=params.support_size is not None, images=images[row],
             )
             for number, (row, seed) in zip(numbers, rows, strict=True)
         ]  # fmt: skip
         columns = [
             {key: prompts.columns[key][row] for key in self.pool.classes[name].columns if key in prompts.columns}
-            | {"prompt": prompts.conversations[row].messages}
+            | {"prompt": only_placeholders(prompts.conversations[row].messages)}
             for row, name in enumerate(names)
         ]
         begun = self._timed(self.pool.reset, {episode.number: columns[episode.row] for episode in episodes})
@@ -223,10 +293,10 @@ class EpisodePlayer:
                 episode.fail(answer, answer.kind)
                 continue
             suffixes = self._suffixes[episode.environment]
-            messages = suffixes.without_special_tokens(answer["messages"])
-            given = self._made(episode, partial(suffixes.opening, episode.conversation, messages))
+            messages, shown = self._shown(episode, answer["messages"])
+            given = self._made(episode, partial(suffixes.opening, episode.conversation, messages, shown))
             if given is not None and self._has_room(episode, len(given.token_ids), episode.left):
-                episode.add_given(given)
+                episode.add_given(given, shown)
                 episode.conversation = suffixes.opened(episode.conversation, messages)
                 if episode.environment in self._thought_keys:
                     key, prompt = self._thought_keys[episode.environment], prompts.texts[episode.row]
@@ -271,7 +341,7 @@ class EpisodePlayer:
         if episode.turns == self.configs[episode.environment].max_turns:
             return episode.stop("max_turns")
         suffixes = self._suffixes[episode.environment]
-        messages = suffixes.without_special_tokens(messages)
+        messages, shown = self._shown(episode, messages)
         conversation, said = episode.conversation, suffixes.style.said(reply, text)
         if episode.history is not None:
             said = episode.history.said(reply, text)
@@ -283,9 +353,39 @@ class EpisodePlayer:
                     episode.branch(again)
                 return
         ended = episode.token_ids[-1] in self._ends
-        given = self._made(episode, partial(suffixes.after_reply, conversation, reply, messages, ended=ended))
+        given = self._made(episode, partial(suffixes.after_reply, conversation, reply, messages, shown, ended=ended))
         if given is not None and self._has_room(episode, len(given.token_ids), episode.left):
-            episode.add_given(given)
+            episode.add_given(given, shown)
+
+    def _shown(self, episode: Episode, messages: Sequence[Message]) -> tuple[list[Message], PromptImages | None]:
+        """An environment's messages as the template takes them, and their images.
+
+        The episode has failed where an image cannot be used.
+        """
+        plain, images = self._suffixes[episode.environment].without_special_tokens(messages), None
+        plain = [{"role": "user"} | message if image_parts([message]) else message for message in plain]
+        if pictures := image_parts(plain):
+            try:
+                images = self._images_of(episode, plain, pictures)
+            except Exception as error:  # of a damaged image, Pillow may raise any error
+                episode.fail(f"its answer {brief(error)}", "image")
+        return only_placeholders(plain), images
+
+    def _images_of(self, episode: Episode, messages: Sequence[Message], pictures: Sequence[Message]) -> PromptImages:
+        if reason := self.why_no_images(episode.environment):
+            raise ValueError(f"has an image, but {reason}")
+        assert self.image_reader is not None
+        if others := {message["role"] for message in messages if image_parts([message])} - {"user"}:
+            raise ValueError(
+                f"has an image in a message of the role {min(others)}: show it in a message of the role user"
+            )
+        if self.image_reader.config.image_token_id in compress(episode.token_ids, episode.is_sampled):
+            raise ValueError(
+                f"has an image, but the policy has written {self.image_reader.token}, behind which no image can stand"
+            )
+        if mistakes := [part["mistake"] for part in pictures if "mistake" in part]:
+            raise ValueError(f"has an image that is none: {mistakes[0]}")
+        return self._opened([part["image"] for part in pictures])
 
     def _made(self, episode: Episode, make: Callable[[], _Answered]) -> _Answered | None:
         """What a template makes; None, and the episode has failed, where it cannot."""

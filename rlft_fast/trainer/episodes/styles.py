@@ -8,7 +8,16 @@ from typing import Any, Protocol
 
 from rlft_fast.trainer.episodes.calls import Parsed, parse, said_message
 from rlft_fast.trainer.episodes.forms import FORMS, HERMES, Form, own_form
-from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Limits, Message, Tokenizer, words_of
+from rlft_fast.trainer.prompts import (
+    MARK,
+    RESULT_MARK,
+    Conversation,
+    Limits,
+    Message,
+    Tokenizer,
+    with_words,
+    words_of,
+)
 
 _EXPLAINED = """You can call these tools, each described by a line of JSON:
 <tools>
@@ -205,8 +214,9 @@ def _told(conversation: Conversation, tools: Sequence[dict[str, Any]], how: str,
     words = _EXPLAINED.format(tools=lines, expected=how)
     messages = [*conversation.messages]
     if messages[0]["role"] == role:
-        given = words_of(messages.pop(0)["content"])
-        words = f"{given}\n\n{words}" if role == "system" else f"{words}\n\n{given}"
+        given = messages.pop(0)["content"]
+        told = with_words(given, after=f"\n\n{words}") if role == "system" else with_words(given, f"{words}\n\n")
+        return replace(conversation, messages=[{"role": role, "content": told}, *messages])
     return replace(conversation, messages=[{"role": role, "content": words}, *messages])
 
 

@@ -17,7 +17,16 @@ from rlft_fast.errors import brief
 from rlft_fast.trainer.episodes.calls import Parsed, parse
 from rlft_fast.trainer.episodes.forms import HERMES
 from rlft_fast.trainer.episodes.styles import PlainStyle, Style, find_styles, name_of
-from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Limits, Message, words_of
+from rlft_fast.trainer.prompts import (
+    MARK,
+    RESULT_MARK,
+    Conversation,
+    ImageReader,
+    Limits,
+    Message,
+    PromptImages,
+    with_words,
+)
 
 _PROBES = ("Yes.", "One, two.\nThree: four", "<think>\nWell.\n</think>\n\n5")
 
@@ -31,12 +40,13 @@ class Suffix(NamedTuple):
 
 
 def choose_suffixes(
-    tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]], end_token_ids: Sequence[int]
-) -> "Suffixes":
+    tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]], end_token_ids: Sequence[int],
+    image_reader: ImageReader | None = None,
+) -> "Suffixes":  # fmt: skip
     """The suffixes of the first style that the chat template proves, see `Suffixes`."""
     for style in find_styles(tokenizer, tools, [str(tokenizer.decode([i])) for i in end_token_ids]):
         try:
-            return Suffixes(tokenizer, style, end_token_ids)
+            return Suffixes(tokenizer, style, end_token_ids, image_reader)
         except ValueError:
             if isinstance(style, PlainStyle):
                 raise
@@ -50,18 +60,29 @@ class Suffixes:
         tokenizer: of the policy.
         style: of tools, calls and results.
         end_token_ids: tokens that end a reply.
+        image_reader: of the policy; None: messages have no images.
+
+    Attributes:
+        why_no_images: why messages can have no images; empty: they can, with a reader.
 
     Raises:
         ValueError: the chat template does not tell what follows a reply.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, style: Style, end_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, style: Style, end_token_ids: Sequence[int],
+        image_reader: ImageReader | None = None,
+    ) -> None:  # fmt: skip
         self.tokenizer, self.style, self.limits = tokenizer, style, Limits(memory=False)
+        self.image_reader = image_reader
         texts = {i: str(tokenizer.decode([i])) for i in end_token_ids}
         # An end token that text can become, too, tells nothing in a text.
         self._ends = {i: text for i, text in texts.items() if i in tokenizer.added_tokens_decoder}
-        special = sorted((x.content for x in tokenizer.added_tokens_decoder.values() if x.special), key=len)
-        self._special = re.compile("|".join(map(re.escape, reversed(special))) or "(?!)")
+        special = {x.content for x in tokenizer.added_tokens_decoder.values() if x.special}
+        if image_reader is not None:
+            special |= {image_reader.token, image_reader.placeholder}
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         try:
             self._prove()
         except Exception as error:  # a template is code of the model's and may raise any error
@@ -69,18 +90,27 @@ class Suffixes:
                 f"the chat template does not tell what follows a reply, so an environment cannot answer it: "
                 f"{brief(error)}"
             ) from error
+        self.why_no_images = "" if image_reader is None else self._why_no_images(image_reader)
 
-    def split_prompt(self, conversation: Conversation) -> str:
-        """The text of a conversation up to the end of its last message's words; `opening` has the rest.
+    def split_prompt(self, conversation: Conversation) -> tuple[str, str]:
+        """The text of a conversation up to the end of its last message's words, and the rest, see `opening`.
 
         Raises:
             ValueError: the template does not show where the words end.
         """
-        return self._split_opening(conversation, [])[0]
+        return self._split_opening(conversation, [])
 
-    def opening(self, conversation: Conversation, messages: Sequence[Message]) -> Suffix:
-        """What stands from the end of the prompt's last words to where the first reply begins, see `opened`."""
-        return self.suffix(self._split_opening(conversation, messages)[1])
+    def opening(
+        self, conversation: Conversation, messages: Sequence[Message], images: PromptImages | None = None
+    ) -> Suffix:
+        """What stands from the end of the prompt's last words to where the first reply begins, see `opened`.
+
+        Args:
+            conversation: the prompt.
+            messages: the environment's.
+            images: of the messages.
+        """
+        return self.suffix(self._split_opening(conversation, messages)[1], images)
 
     def opened(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """The conversation after what an environment begins with.
@@ -91,22 +121,24 @@ class Suffixes:
         """
         *before, last = conversation.messages
         if added := "".join(message["content"] for message in messages if "role" not in message):
-            last = last | {"content": f"{words_of(last['content'])}{added}"}
+            last = last | {"content": with_words(last["content"], after=added)}
         others = self.style.results([message for message in messages if "role" in message])
         return replace(conversation, messages=[*before, last, *others])
 
     def after_reply(
-        self, conversation: Conversation, reply: Parsed, messages: Sequence[Message], *, ended: bool
-    ) -> Suffix:
+        self, conversation: Conversation, reply: Parsed, messages: Sequence[Message],
+        images: PromptImages | None = None, *, ended: bool,
+    ) -> Suffix:  # fmt: skip
         """What stands from the end of a reply to where the next reply begins, see `answered`.
 
         Args:
             conversation: all before the reply.
             reply: what the policy has written.
             messages: the environment's.
+            images: of the messages.
             ended: whether an end token was sampled, not only a stop text.
         """
-        return self.suffix(self._after(conversation, reply, messages, ended=ended))
+        return self.suffix(self._after(conversation, reply, messages, ended=ended), images)
 
     def answered(self, conversation: Conversation, said: Message, messages: Sequence[Message]) -> Conversation:
         """The conversation after a reply and its answer.
@@ -125,7 +157,12 @@ class Suffixes:
         A space goes behind the first character of a special token's name.
         """
 
-        return [message | {"content": self.plain(message["content"])} for message in messages]
+        def plain(content: Any) -> Any:
+            if isinstance(content, str):
+                return self.plain(content)
+            return [part | {"text": self.plain(part["text"])} if "text" in part else part for part in content]
+
+        return [message | {"content": plain(message["content"])} for message in messages]
 
     def plain(self, text: str) -> str:
         """A text that becomes no special token, see `without_special_tokens`."""
@@ -153,8 +190,15 @@ class Suffixes:
         """The text of a conversation, up to where a reply begins."""
         return conversation.render(self.tokenizer, self.limits)
 
-    def suffix(self, text: str) -> Suffix:
-        """The tokens of a text that stands before a reply."""
+    def suffix(self, text: str, images: PromptImages | None = None) -> Suffix:
+        """The tokens of a text that stands before a reply.
+
+        Args:
+            text: from the template.
+            images: of the placeholders in the text.
+        """
+        if self.image_reader is not None:
+            text = self.image_reader.expand(text, images)
         return Suffix(self._encode(text), text.rstrip().endswith(self.style.form.thought[0]))
 
     def _encode(self, text: str) -> list[int]:
@@ -202,3 +246,32 @@ class Suffixes:
         (text,) = texts
         if RESULT_MARK not in text:
             raise ValueError(f"the result of a tool is not in {text!r}")
+
+    def _why_no_images(self, reader: ImageReader) -> str:
+        try:
+            self._prove_images(reader)
+        except Exception as error:  # a template is code of the model's
+            return f"the chat template does not tell what follows a reply beside images: {brief(error)}"
+        return ""
+
+    def _prove_images(self, reader: ImageReader) -> None:
+        """As `_prove`, of texts behind images of earlier messages, and of messages with an image."""
+        shown: list[Message] = [{"type": "image"}, {"type": "text", "text": "Why?"}]
+        words = [{"role": "user", "content": content} for content in ("Why?", shown)]
+        said: Message = {"role": "assistant", "content": "No."}
+        for number, answer in enumerate(words):
+            texts = {
+                self._after(Conversation(before), parse(probe, HERMES), [answer], ended=True)
+                for before in ([words[0]], [words[1]], [words[0], said, words[1]], [words[1], said, words[0]])
+                for probe in _PROBES
+            }
+            if len(texts) > 1:
+                first, second, *_ = sorted(texts)
+                raise ValueError(f"behind other images it is {first!r} and {second!r}")
+            (text,) = texts
+            if (found := text.count(reader.placeholder)) != number:
+                raise ValueError(f"{number} images become {found} times {reader.placeholder} in {text!r}")
+            text = reader.expand_blank(text)
+            for i, end in self._ends.items():
+                if self._encode(end + text) != [i, *self._encode(text)]:
+                    raise ValueError(f"{text!r} has other tokens behind {end!r} than alone")

@@ -14,8 +14,10 @@ from rlft_fast.trainer.prompts.formats import Row, read_data
 from rlft_fast.trainer.prompts.images import (
     ImageError,
     ImageReader,
+    ImageSource,
     PromptImages,
     folder_of,
+    image_parts,
     only_placeholders,
     read_picture,
     row_images,
@@ -28,7 +30,7 @@ from rlft_fast.trainer.prompts.loading import (
     load_prompts,
     name_rows,
 )
-from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, words_of
+from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, with_words, words_of
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
 
@@ -39,6 +41,7 @@ __all__ = [
     "Encoding",
     "ImageError",
     "ImageReader",
+    "ImageSource",
     "LeftOut",
     "Limits",
     "Message",
@@ -55,6 +58,7 @@ __all__ = [
     "find_media",
     "find_mistake",
     "folder_of",
+    "image_parts",
     "load_prompts",
     "name_rows",
     "only_placeholders",
@@ -67,6 +71,7 @@ __all__ = [
     "row_images",
     "start_of_texts",
     "tools_of",
+    "with_words",
     "without_nulls",
     "words_of",
 ]

@@ -3,8 +3,10 @@
 Pillow reads the files, whether torchvision is installed or not, so that a run has the same pixels on every machine.
 """
 
+import base64
 import hashlib
 import io
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -64,6 +66,11 @@ class PromptImages:
     def names(self) -> list[str]:
         return [source.name for source in self.sources]
 
+    @property
+    def pictures(self) -> list[str]:
+        """What the files hold, in base64."""
+        return [base64.b64encode(_bytes_of(source)).decode() for source in self.sources]
+
     def load(self) -> Images:
         """Raises ImageError for files that have changed since the start, or are gone."""
         return self.reader.load(self)
@@ -84,6 +91,7 @@ class ImageReader:
         self.path, self.token, self.placeholder = path, token, placeholder
         self.family, self.config = family, config
         self._kept: OrderedDict[str, Images] = OrderedDict()
+        self._turn = threading.RLock()  # several threads may play episodes
 
     @classmethod
     def of_model(cls, path: str, tokenizer: PreTrainedTokenizerBase) -> "ImageReader | None":
@@ -108,21 +116,26 @@ class ImageReader:
         """
         contents = [_bytes_of(source) for source in sources]
         key = _key(contents)
-        if key not in self._kept:
-            self._keep(Images(key, self._process(sources, contents)))
+        with self._turn:
+            if key not in self._kept:
+                self._keep(Images(key, self._process(sources, contents)))
         return PromptImages((*sources,), key, self)
 
     def load(self, images: PromptImages) -> Images:
         """See `PromptImages.load`."""
-        if images.key not in self._kept:
-            try:
-                again = self.open(images.sources)
-            except ValueError as error:
-                raise ImageError(f"{error}, as it could at the start of the run") from error
-            if again.key != images.key:
-                raise ImageError(f"the image {' or '.join(images.names)} has changed since the start of the run")
-        self._kept.move_to_end(images.key)
-        return self._kept[images.key]
+        with self._turn:
+            if images.key not in self._kept:
+                self._read_again(images)
+            self._kept.move_to_end(images.key)
+            return self._kept[images.key]
+
+    def _read_again(self, images: PromptImages) -> None:
+        try:
+            again = self.open(images.sources)
+        except ValueError as error:
+            raise ImageError(f"{error}, as it could at the start of the run") from error
+        if again.key != images.key:
+            raise ImageError(f"the image {' or '.join(images.names)} has changed since the start of the run")
 
     def expand(self, text: str, images: PromptImages | None) -> str:
         """The text with as many image tokens for each placeholder as its image has.
@@ -163,6 +176,11 @@ class ImageReader:
         added = [len(own) - len(self.placeholder) for own in texts]
         moved = [x + sum(more for at, more in zip(starts, added, strict=True) if at < x) for x in places]
         return "".join(chain(*zip(pieces, [*texts, ""], strict=True))), moved
+
+    def expand_blank(self, text: str) -> str:
+        """The text with the tokens of a blank image for each placeholder."""
+        (blank,) = self.family.texts(self.config, self.family.blank(self.config), self.token)
+        return text.replace(self.placeholder, blank)
 
     @cached_property
     def _processor(self) -> Any:
@@ -217,7 +235,7 @@ def row_images(row: Row, column: str, folder: Path) -> list[ImageSource]:
     columns = [row.get(name) for name in COLUMNS if name != column]
     given = iter([x for value in columns for x in (value if isinstance(value, list) else [value]) if x is not None])
     sources: list[ImageSource] = []
-    for part in _placeholders(row[column]):
+    for part in image_parts(row[column]):
         value = part.get("path") or part.get("image") or next(given, None)
         if value is None:
             raise ValueError(
@@ -242,8 +260,9 @@ def only_placeholders(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _placeholders(prompt: str | list[Message]) -> list[Message]:
-    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
+def image_parts(prompt: str | Sequence[Message]) -> list[Message]:
+    """The parts of messages that are images, in order."""
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     return [part for content in contents if isinstance(content, list) for part in content if _is_image(part)]
 
 

@@ -61,6 +61,18 @@ def words_of(content: str | list[Message]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
+def with_words(content: str | list[Message], before: str = "", after: str = "") -> str | list[Message]:
+    """A content with words before and behind it: a text, or parts where images stand among them."""
+    if isinstance(content, str) or all("text" in part for part in content):
+        return f"{before}{words_of(content)}{after}"
+    parts = [*content]
+    if before:
+        parts = [{"type": "text", "text": before}, *parts]
+    if after and "text" in parts[-1]:
+        return [*parts[:-1], parts[-1] | {"text": parts[-1]["text"] + after}]
+    return [*parts, {"type": "text", "text": after}] if after else parts
+
+
 def render(template: Template, messages: list[Message]) -> str:
     """The text of messages, in the form that the template takes.
 

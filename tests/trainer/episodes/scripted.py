@@ -21,7 +21,7 @@ class Scripted:
     name = "scripted"
 
     def __init__(self, reply: Callable[[Request], list[int]]) -> None:
-        self.reply, self.seen, self.episodes = reply, [], []
+        self.reply, self.seen, self.episodes, self.images = reply, [], [], []
 
     def load(self, weights, version) -> None: ...
 
@@ -31,6 +31,7 @@ class Scripted:
             ids = self.reply(request)[: request.max_new_tokens]
             self.seen.append(([*request.token_ids], ids, request.seed))
             self.episodes.append(request.episode)
+            self.images.append(request.images)
             reason = "stop" if ids and ids[-1] >= 256 else "length"
             support = None if params.top_k is None else torch.tensor(ids, dtype=torch.int32).repeat(params.top_k, 1).T
             answers.append(Completion(ids, [-0.5] * len(ids), reason, (Span(len(ids), 3),), support))

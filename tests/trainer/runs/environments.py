@@ -42,3 +42,21 @@ class Echo:
 
     def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
         return [{"role": "user", "content": self.first}], 0.125, False
+
+
+class Pictures:
+    """Shows a picture after each of the first replies, another one for each row; three replies."""
+
+    def reset(self, first: int, **row: Any) -> None:
+        self.first, self.turns = first, 0
+
+    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        from PIL import Image
+
+        self.turns += 1
+        number = 10 * self.first + self.turns
+        shown = Image.frombytes("RGB", (8, 12), bytes(i * (number + 3) % 256 for i in range(288)))
+        content = [{"type": "image", "image": shown}, {"type": "text", "text": "?"}]
+        said = message["content"].encode()
+        share = sum(byte % 2 == 0 for byte in said) / max(len(said), 1) / 3
+        return [{"role": "user", "content": content}], share, self.turns == 3

@@ -1,5 +1,9 @@
 """Runs whose prompts have images."""
 
+import base64
+import io
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from rlft_fast.trainer import PPOTrainer, train
 from tests.engine.reference import plain_model
 from tests.support.machine.distributed import run_distributed
 from tests.support.pictures import asking, picture, plain_processor
+from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import comparable, read_lines, toy_config, write_rows
 
 
@@ -28,7 +33,7 @@ def config(tmp_path, tiny_model):
             "output_dir": str(tmp_path / run), "data__path": str(tmp_path / "rows.jsonl"), "data__chat": True,
             "rollout__max_prompt_tokens": 64, "actor__max_tokens": 200, "checkpoint__every": 1,
         }  # fmt: skip
-        return toy_config(tiny_model("qwen2-vl"), tmp_path, **values, **changes)
+        return toy_config(changes.pop("model", tiny_model("qwen2-vl")), tmp_path, **values | changes)
 
     return make
 
@@ -62,6 +67,78 @@ def test_log_probabilities_are_those_of_plain_transformers(config, tmp_path, tin
             torch.testing.assert_close(own, expected[mask], rtol=0, atol=2e-5)
 
 
+@pytest.fixture
+def episodes(config, tmp_path):
+    """The same rows for an environment that shows pictures. A reply ends by any of a third of all tokens."""
+    model = save_tiny_model("qwen2-vl", tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, *range(0, 256, 3)]}))
+    rows = read_lines(tmp_path / "rows.jsonl")
+    write_rows(tmp_path / "rows.jsonl", [row | {"first": i % 3} for i, row in enumerate(rows)])
+    environment = {"name": f"{Path(__file__).with_name('environments.py')}:Pictures"}
+
+    def make(run: str = "run", **changes: Any):
+        values = {
+            "model": str(model),
+            "environment": environment,
+            "reward": {},
+            "rollout__max_new_tokens": 60,
+            "actor__max_tokens": 2000,
+        }
+        return config(run, **values | changes)
+
+    return make
+
+
+def test_episodes_have_the_log_probabilities_of_plain_transformers(episodes, tmp_path):
+    """From what an environment draws to the update. The tower runs once on each of the pictures."""
+    trainer = PPOTrainer(episodes(rollout__prompts_per_step=6))
+    trainer.start(0)
+    experience = trainer.collect(0)
+    batch, seen = experience.batch, []
+    trainer.actor.model.backbone.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    found = trainer.actor.infer(batch.unweighted(), ("logprob",))["logprob"]
+    trainer.close()
+    model, processor = plain_model(tmp_path / "model"), plain_processor(tmp_path / "model")
+    bounds, different = batch.cu_seqlens.tolist(), {}
+    for b, row in enumerate(experience.taught.row_B.tolist()):
+        own = experience.prompts.images.get(row)
+        pictures = [Image.open(tmp_path / name) for name in own.names] if own is not None else []
+        answers = [
+            [Image.open(io.BytesIO(base64.b64decode(x))) for x in answer] for answer in experience.taught.pictures[b]
+        ]
+        assert all(len(answer) == 1 for answer in answers)
+        different |= {tuple(x.tobytes() for x in part): part for part in (pictures, *answers) if part}
+        ids, inputs = batch.input_ids_T[None, bounds[b] : bounds[b + 1]], {}
+        if shown := [*pictures, *(x for answer in answers for x in answer)]:
+            inputs = {**processor.image_processor(shown, return_tensors="pt")}
+            inputs |= {"mm_token_type_ids": (ids == model.config.image_token_id).long()}
+            inputs["pixel_values"] = inputs["pixel_values"].double()
+        with torch.no_grad():
+            logprob = torch.log_softmax(model(input_ids=ids, **inputs).logits[0], -1)
+        expected = logprob[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
+        mask = batch.loss_mask_T[bounds[b] : bounds[b + 1] - 1]
+        for values_T in (found, batch.rollout_logprob_T):
+            own = values_T[bounds[b] : bounds[b + 1] - 1][mask].double()
+            torch.testing.assert_close(own, expected[mask], rtol=0, atol=2e-5)
+    assert max(map(len, experience.taught.pictures)) == 2
+    patches = [len(processor.image_processor(part, return_tensors="pt")["pixel_values"]) for part in different.values()]
+    assert seen == [sum(patches)]
+
+
+@pytest.mark.slow
+def test_interrupted_episodes_go_on_bit_for_bit(episodes, tmp_path):
+    train(episodes("whole", steps=2))
+    train(episodes("cut", steps=1))
+    train(episodes("cut", steps=2), resume=True)
+    lines = comparable(tmp_path / "whole")
+    assert comparable(tmp_path / "cut") == lines
+    for line in lines:
+        assert line["ratio_max"] == 1.0
+        assert line["mismatch_max"] < 1e-4
+        assert line["stop_image_mean"] == 0
+        assert line["turns_mean"] > 1
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
     """And on-policy ratios are 1, the log names the images, and held-out rows may have images."""
     more = {"steps": 2, "evaluation": {"path": str(tmp_path / "rows.jsonl"), "every": 1}}
@@ -89,8 +166,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
             "and vLLM's servers are given no images: set rollout.backend to hf",
         ),
         (
-            {"environment": {"name": "tests/trainer/runs/environments.py:Letters"}, "reward": {}},
-            "which do not reach environment: leave out it",
+            {"reward": {"model": "."}},
+            "which do not reach a reward model: leave out it",
         ),
     ],
 )
