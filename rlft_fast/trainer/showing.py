@@ -66,7 +66,8 @@ def show_data(config: RunConfig, count: int) -> list[ShownSet]:
         config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "filter"})})
     tokenizer = load_tokenizer(config.model)
     if isinstance(config, TaughtConfig):
-        return [_shown_rows(name, rows, tokenizer, count) for name, rows in RowsData.load(config).named.items()]
+        data = RowsData.load(config, tokenizer)
+        return [_shown_rows(name, rows, tokenizer, count) for name, rows in data.named.items()]
     assert isinstance(config, Config)
     prompts, held_out = load_data(config, tokenizer)
     sets = {"data": prompts} | {f"held-out data {name}".strip(): found for name, found in held_out.items()}

@@ -5,8 +5,8 @@ assistant's is exchanged for a mark, and the conversation is rendered again: wha
 token of the message on, stands behind the assistant's words, too. It is checked for every message. At the start it is
 also proved that this text does not depend on the words.
 
-Rows whose messages have the same roles share the rendering with marks: in a text that is exactly this rendering with
-the contents in place of its marks, the words stand where the marks stood.
+Rows whose messages have the same roles share the renderings with marks: in a text that is exactly such a rendering with
+the contents in place of its marks, the words stand where the marks stood, and answers begin as far before them.
 """
 
 import functools
@@ -83,8 +83,7 @@ class AssistantSpans:
                 spans = spans[len(self._find_marked(earlier)[1]) :]
         else:
             text = self._render(conversation)
-            contents = self._contents(conversation, text)
-            known = {} if contents is None else dict(enumerate(contents))
+            known = self._by_skeleton(conversation, text)
             spans = [self._find_one(conversation, text, i, known.get(i)) for i in taught]
         said = "".join(text[span.start : span.end] for span in spans)
         for call in (call for i in taught for call in conversation.messages[i].get("tool_calls") or ()):
@@ -136,39 +135,52 @@ class AssistantSpans:
         if len(around) > 1:
             raise ValueError("the text around the words depends on them")
 
-    def _contents(self, conversation: Conversation, text: str) -> list[Span] | None:
-        """Where the contents of all messages stand in the text, if `_Skeleton` tells; else None."""
+    def _by_skeleton(self, conversation: Conversation, text: str) -> dict[int, Span]:
+        """Where the answers of all messages of the assistant's stand in the text, if `_Skeleton` tells."""
         messages = conversation.messages
         if conversation.tools or not all(x.keys() == _PLAIN and isinstance(x["content"], str) for x in messages):
-            return None
+            return {}
         if any(message["role"] == "tool" for message in messages):
-            return None
+            return {}
         key = repr(([message["role"] for message in messages], conversation.variables))
         if key not in self._kinds:  # the only conversation of its kind would take longer
             self._kinds.add(key)
-            return None
+            return {}
         if key not in self._skeletons:
-            marked = [x | {"content": f"{MARK}{i}x"} for i, x in enumerate(messages)]
-            marked_text = self._render(replace(conversation, messages=marked))
-            self._skeletons[key] = _Skeleton.of(marked_text, [message["content"] for message in marked])
+            self._skeletons[key] = self._skeleton(conversation)
         skeleton = self._skeletons[key]
-        return None if skeleton is None else skeleton.spans(text, [message["content"] for message in messages])
+        return {} if skeleton is None else skeleton.answers(text, [message["content"] for message in messages])
 
-    def _find_one(self, conversation: Conversation, text: str, i: int, content: Span | None) -> Span:
+    def _skeleton(self, conversation: Conversation) -> "_Skeleton | None":
+        """The skeleton of conversations of this kind; None: there is none."""
+        marks = [f"{MARK}{i}x" for i in range(len(conversation.messages))]
+        messages = [message | {"content": mark} for message, mark in zip(conversation.messages, marks, strict=True)]
+        marked = replace(conversation, messages=messages)
+        text = self._render(marked)
+        if any(text.count(mark) != 1 for mark in marks):
+            return None
+        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        places = {i: text.index(marks[i]) for i in said}
+        return _Skeleton.of(
+            text, marks, {i: place - self._start(marked, text, i, place) for i, place in places.items()}
+        )
+
+    def _find_one(self, conversation: Conversation, text: str, i: int, answer: Span | None) -> Span:
         """What message i says in the text of the conversation.
 
         Args:
             conversation: as it is rendered.
             text: of the conversation.
             i: number of the message.
-            content: where the message's content stands; None: it is not known.
+            answer: where the answer stands, without what ends it; None: it is not known.
         """
-        start, end = content or self._differing(conversation, text, i)
-        start = self._start(conversation, text, i, start)
-        if not start <= end:
+        if answer is None:
+            words = self._differing(conversation, text, i)
+            answer = Span(self._start(conversation, text, i, words.start), words.end)
+        if not answer.start <= answer.end:
             raise ValueError(f"the chat template does not show where message {i}, of the assistant's, begins")
-        ends = self._end.match(text, end)
-        return Span(start, end if ends is None else ends.end())
+        ends = self._end.match(text, answer.end)
+        return Span(answer.start, answer.end if ends is None else ends.end())
 
     def _differing(self, conversation: Conversation, text: str, i: int) -> Span:
         """Where the text differs from the text with a mark in place of message i."""
@@ -234,29 +246,30 @@ class _Skeleton(NamedTuple):
     """Around N contents, N + 1."""
     order: list[int]
     """Numbers of the messages in the order of the text."""
+    leads: dict[int, int]
+    """For each message of the assistant's, characters from where an answer in its place begins to its content."""
 
     @classmethod
-    def of(cls, text: str, marks: Sequence[str]) -> "_Skeleton | None":
-        """The skeleton of a text in which each mark stands once; None: there is none."""
-        if any(text.count(mark) != 1 for mark in marks):
-            return None
+    def of(cls, text: str, marks: Sequence[str], leads: dict[int, int]) -> "_Skeleton":
+        """The skeleton of a text in which each mark stands once."""
         order = sorted(range(len(marks)), key=lambda i: text.index(marks[i]))
         pieces = []
         for i in order:
             piece, _, text = text.partition(marks[i])
             pieces.append(piece)
-        return cls([*pieces, text], order)
+        return cls([*pieces, text], order, leads)
 
-    def spans(self, text: str, contents: Sequence[str]) -> list[Span] | None:
-        """Where each content stands, if the text is the skeleton with the contents; else None."""
+    def answers(self, text: str, contents: Sequence[str]) -> dict[int, Span]:
+        """Where each answer stands, if the text is the skeleton with the contents; else nothing."""
         filled, at = [], 0
-        spans = [Span(0, 0)] * len(contents)
+        spans: dict[int, Span] = {}
         for piece, i in zip(self.pieces, self.order):  # noqa: B905 (one piece too many)
             at += len(piece)
-            spans[i] = Span(at, at + len(contents[i]))
+            if i in self.leads:
+                spans[i] = Span(at - self.leads[i], at + len(contents[i]))
             at += len(contents[i])
             filled += [piece, contents[i]]
-        return spans if "".join([*filled, self.pieces[-1]]) == text else None
+        return spans if "".join([*filled, self.pieces[-1]]) == text else {}
 
 
 @functools.cache

@@ -53,9 +53,17 @@ class RowsData:
     stream: Stream
 
     @classmethod
-    def load(cls, config: TaughtConfig) -> "RowsData":
-        """Reads and checks all rows. Raises ValueError with everything that was found."""
-        tokenizer, checks = load_tokenizer(config.model), Checks()
+    def load(cls, config: TaughtConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> "RowsData":
+        """Reads and checks all rows.
+
+        Args:
+            config: of the run.
+            tokenizer: of the model; None: it is loaded.
+
+        Raises:
+            ValueError: rows cannot be used. The message has everything that was found.
+        """
+        tokenizer, checks = tokenizer or load_tokenizer(config.model), Checks()
         if isinstance(config, SFTConfig):
             checks.run(lambda: check_teacher(config.teacher, tokenizer))
         sets = {} if config.evaluation is None else config.evaluation.sets
