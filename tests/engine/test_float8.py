@@ -1,5 +1,7 @@
 """Linear layers in float8, which a CPU emulates: what float8 may cost in digits, and that all else stays as it is."""
 
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine, export_hf
+from rlft_fast.engine.memory.engine import _FLOAT8, inference_bytes, plan_engine_memory
+from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.sharding import build_model, float8_layers, multiply_in_float8
 from rlft_fast.engine.sharding.float8 import _check_capability
 from rlft_fast.rl import LikelihoodLoss, PolicyLoss
 from tests.engine import reference
+from tests.engine.memory.planned import save_model
 from tests.engine.reference import make_engine, policy_loss, random_batch
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import VOCAB_SIZE
@@ -113,6 +118,69 @@ def test_gates_of_shared_experts_stay(tiny_model):
     linear = {name for name, x in model.model.named_modules() if type(x) is nn.Linear}
     assert any("shared_expert_gate" in name for name in linear)
     assert not any("gate" in name.split(".")[-1] for name, _ in float8_layers(model) if "gate_proj" not in name)
+
+
+# ---- a GPU's shapes and memory ---------------------------------------------------------------------------------------
+
+
+@peers
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_any_number_of_tokens_on_a_gpu(recipe, tiny_model):
+    """On tensors without elements, torch refuses the shapes that the GEMMs of a GPU do not take."""
+    config = EngineConfig(float8=recipe, compute_dtype="bfloat16", param_dtype="bfloat16")
+    model = build_model(str(tiny_model("llama")), config, "logprob", trains=True)
+    multiply_in_float8(model, config, torch.device("cuda"))
+    layer = model.get_submodule("model.model.layers.0.mlp.up_proj")
+    for num_tokens in (1, 7, 16, 33):
+        x = torch.empty(1, num_tokens, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        layer(x).sum().backward()
+        assert x.grad is not None
+    a, scale = x.new_empty(16, 24, dtype=torch.float8_e4m3fn), x.new_empty(())
+    with pytest.raises(RuntimeError, match="divisible by 16"):
+        torch._scaled_mm(a, a.t(), scale, scale)
+
+
+class Context:
+    """Of an autograd function whose two passes are called one after the other."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+# More tokens than columns, as many, and fewer; more inputs than outputs and fewer; a number that has to be padded.
+@peers
+@pytest.mark.parametrize("sizes", [(4096, 256, 768), (4099, 768, 256), (512, 512, 512), (17, 256, 768)])
+def test_casts_take_no_more_than_the_plan_says(sizes):
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+
+    (num_tokens, k, n), bfloat16 = sizes, torch.bfloat16
+    for recipe in RECIPES:
+        options = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
+        layer = Float8Linear(k, n, bias=False, config=options, device="meta")
+        with MemoryTracker("") as tracker, torch.no_grad():
+            x, weight = torch.empty(num_tokens, k, dtype=bfloat16), torch.empty(n, k, dtype=bfloat16)
+            kept, context = tracker.notes[-1].num_bytes, Context()
+            tracker.mark(("forward",))
+            y = matmul_with_hp_or_float8_args.forward(context, x, weight.t(), layer.linear_mm_config, options)
+            gradient = torch.empty_like(y)
+            tracker.mark(("backward",))
+            found = matmul_with_hp_or_float8_args.backward(context, gradient)
+        most = {moment: max(x.num_bytes for x in tracker.notes if x.moment == (moment,)) - kept
+                for moment in ("forward", "backward")}  # fmt: skip
+        casts = max(most["forward"] - y.nbytes, most["backward"] - 2 * y.nbytes - sum(x.nbytes for x in found[:2]))
+        assert 0.5 * _FLOAT8 < casts / max(num_tokens * k, num_tokens * n, k * n) <= _FLOAT8, (recipe, casts)
+
+
+def test_a_plan_counts_the_casts_of_the_largest_layer(tmp_path):
+    path = str(save_model(tmp_path, width=256))
+    model = build_model(path, EngineConfig(), "logprob", trains=True)
+    largest = max(max(1024 * max(x.weight.shape), x.weight.numel()) for _, x in float8_layers(model))
+    for plan in (partial(plan_engine_memory, head="value"), partial(inference_bytes, head="value")):
+        configs = (EngineConfig(max_tokens=1024, float8=recipe) for recipe in (None, "rowwise"))
+        plain, casts = (plan(path, config, 1, device_type="cuda") for config in configs)
+        sizes = [x if isinstance(x, int) else x.total_bytes for x in (plain, casts)]
+        assert sizes[1] - sizes[0] == _FLOAT8 * largest
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from rlft_fast.config import EngineConfig, HeadKind
-from rlft_fast.engine.memory.simulation import MemoryPlanError, Workload, build_plain, simulate
+from rlft_fast.engine.memory.simulation import MemoryPlanError, Peaks, Workload, build_plain, simulate
 from rlft_fast.engine.sharding import (
     find_units,
+    float8_layers,
     is_wrapped,
     resolve_shard_size,
     shard_numel,
@@ -30,6 +31,9 @@ __all__ = ["USABLE", "EngineMemory", "MemoryPlanError", "largest_max_tokens", "p
 # the rest.
 USABLE = 0.9
 _FLOAT = 4  # bytes: moments, masters and unreduced gradients are float32
+# Bytes that a float8 product takes for each element of its largest matrix: in float32, scaled, and in float8 in two
+# layouts, with scales. Compiled casts take less.
+_FLOAT8 = 11
 _FEWEST_TOKENS, _MOST_TOKENS = 256, 1 << 20  # the largest token cap is searched in this range
 
 
@@ -95,7 +99,7 @@ def plan_engine_memory(
     model, work = prepare(path, config, world_size, device_type, head, trains=True, memory_bytes=memory_bytes)
     work = replace(work, num_micro_batches=num_micro_batches, num_patches=num_patches)
     work = replace(work, images_per_sequence=images_per_sequence)
-    whole, half = simulate(work), simulate(replace(work, num_tokens=work.num_tokens // 2))
+    whole, half = peaks(model, work), peaks(model, replace(work, num_tokens=work.num_tokens // 2))
     scratch = head_scratch_bytes(model, work, device_type)
     peak, growth = whole.anywhere, whole.anywhere - half.anywhere
     if whole.at_operator + scratch > peak:
@@ -289,10 +293,10 @@ def largest_max_tokens(
     low, high = min(config.max_tokens, _MOST_TOKENS // 2), _MOST_TOKENS
     if needed_bytes(model, work, device_type) > limit:
         low = _FEWEST_TOKENS
-    at_low = simulate(replace(work, num_tokens=low))
+    at_low = peaks(model, replace(work, num_tokens=low))
     if at_low.anywhere > limit:
         return 0
-    at_high = simulate(replace(work, num_tokens=high))
+    at_high = peaks(model, replace(work, num_tokens=high))
 
     def at_most(num_tokens: int) -> float:
         share = (num_tokens - low) / (high - low)
@@ -304,14 +308,29 @@ def largest_max_tokens(
         found = low - 1 + bisect_right(range(low, high + 1), limit, key=at_most)
         if last or not low <= found < high:
             break
-        low, at_low = found, simulate(replace(work, num_tokens=found))
+        low, at_low = found, peaks(model, replace(work, num_tokens=found))
     return found if found >= low else 0
 
 
 def needed_bytes(model: RLModel, work: Workload, device_type: str) -> int:
     """Peak bytes of the workload, with the bytes that the head takes inside its operator."""
-    peaks = simulate(work)
-    return max(peaks.anywhere, peaks.at_operator + head_scratch_bytes(model, work, device_type))
+    found = peaks(model, work)
+    return max(found.anywhere, found.at_operator + head_scratch_bytes(model, work, device_type))
+
+
+def peaks(model: RLModel, work: Workload) -> Peaks:
+    """What `simulate` says of the workload, with the bytes of a float8 product as if one ran at every peak."""
+    found = simulate(work)
+    return replace(found, anywhere=found.anywhere + float8_bytes(model, work))
+
+
+def float8_bytes(model: RLModel, work: Workload) -> int:
+    """Bytes that the casts of the largest product of a layer take, forward or backward, at most."""
+    if work.config.float8 is None:
+        return 0
+    rows = -(-work.num_tokens // work.config.sequence_parallel)
+    sizes = ((layer.in_features, layer.out_features) for _, layer in float8_layers(model))
+    return _FLOAT8 * max((max(n * k, rows * n, rows * k) for k, n in sizes), default=0)
 
 
 def sent_bytes(

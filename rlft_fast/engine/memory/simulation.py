@@ -136,7 +136,8 @@ def simulate(workload: Workload) -> Peaks:
 
 def _config_of_pass(workload: Workload) -> EngineConfig:
     """Without what the pass does not read: passes that differ in nothing else are simulated once."""
-    config = workload.config.model_copy(update={"max_tokens": 1, "offload_between_phases": False})
+    unread = {"max_tokens": 1, "offload_between_phases": False, "float8": None}
+    config = workload.config.model_copy(update=unread)
     if workload.trains:
         return config
     return config.model_copy(update={"activation_checkpointing": "none", "reduce_every_micro_batch": False})
