@@ -119,6 +119,8 @@ class HFGenerator:
         seeds = [request.seed for group in batch for request in group]
         width = max(map(len, prompts))
         num_new = max(len(group[0].token_ids) - max(map(self._kept.num_known, group)) for group in batch)
+        if any(group[0].images is not None for group in batch):  # the tower's features stand among all tokens
+            num_new = width
         begun = [self._kept.take(group) for group in batch]
         requests = [*chain.from_iterable(batch)] if self.model.decodes_in_place else []
         asked = [i for i, r in enumerate(requests) if r.episode is not None and r.images is None][: self._kept.room]

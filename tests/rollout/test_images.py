@@ -77,3 +77,27 @@ def test_pictures_of_equal_size(tiny_model, name):
     expected = [plain_greedy(path, prompt, own) for prompt, own in zip(prompts, images, strict=True)]
     assert found == [own for own in expected for _ in range(3)]
     assert seen == [sum(len(inputs["pixel_values"]) for inputs, _ in pairs)]
+
+
+def test_an_image_behind_turns_without_one(tiny_model):
+    """What is kept of an episode has no image: a batch with images runs all tokens. So does an episode beside it."""
+    path = tiny_model("qwen2-vl")
+    generator = HFGenerator(load_policy(path), load_tokenizer(path), 64)
+    generator.eos_token_ids = [*range(0, 256, 4)]
+
+    def asked(episode: int, tokens: list[int], images: Images | None = None) -> Request:
+        return Request(row=episode, token_ids=tokens, seed=episode, max_new_tokens=8, images=images, episode=episode)
+
+    prompts = [[9, 10, 11, 12, 13, 14], [9, 10, 11, 15]]
+    replies = generator.generate([asked(i, x) for i, x in enumerate(prompts)], SamplingParams())
+    assert {x.finish_reason for x in replies} == {"stop"}
+    shown = [*prompts[0], *replies[0].token_ids, *prompt_of((2, 4))], [*prompts[1], *replies[1].token_ids, 20]
+    requests = [asked(0, shown[0], IMAGES[0]), asked(1, shown[1])]
+    assert all(map(generator._kept.num_known, requests))
+    found = generator.generate(requests, SamplingParams())
+    alone = [HFGenerator(load_policy(path), load_tokenizer(path), 64) for _ in requests]
+    for request, reply, other in zip(requests, found, alone, strict=True):
+        other.eos_token_ids = generator.eos_token_ids
+        (expected,) = other.generate([request], SamplingParams())
+        assert reply.token_ids == expected.token_ids
+        assert reply.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
