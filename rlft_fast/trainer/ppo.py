@@ -154,7 +154,7 @@ class PPOTrainer:
         with_signal = self.collector.rows_with_signal(scored)
         samples = self.collector.penalize_length(scored)
         taught = scored_samples(self.collector.taught(samples, with_signal), greedy)
-        images = self.world.together(partial(self._images, prompts, taught), ImageError)
+        images = self.world.together(partial(_images, prompts, taught, self.player), ImageError)
         batch = build_batch(taught, prompts.token_ids, greedy, images)
         batch = self._infer(self.objective.normalized(batch, samples.reward_B[samples.has_reward_B]))
         metrics = rollout_metrics(samples, batch, len(with_signal)) | self.collector.metrics(collected)
@@ -172,13 +172,6 @@ class PPOTrainer:
             batch=batch, metrics=metrics,
             kept=collected.tensors() if self.config.log_samples and self.world.is_first else None,
         )  # fmt: skip
-
-    def _images(self, prompts: Prompts, samples: Samples) -> list[Images | None]:
-        """The images of each sample; empty: no sample has images."""
-        images = prompts.load_images()
-        if self.player is not None:
-            return self.player.images(samples, images)
-        return [images[row] for row in samples.row_B.tolist()] if images else []
 
     def _infer(self, batch: Batch) -> Batch:
         """The batch with what the models compute before the update. A teacher with workers of its own works beside."""
@@ -294,6 +287,14 @@ def _without_generator(config: Config) -> Config:
 def _seed(config: Config, step: int) -> int:
     """The seed of a step's random choices other than its samples."""
     return (config.seed * 1_000_003 + step) * 1_009 % 2**63
+
+
+def _images(prompts: Prompts, samples: Samples, player: EpisodePlayer | None) -> list[Images | None]:
+    """The images of each sample; empty: no sample has images."""
+    images = prompts.load_images()
+    if player is not None:
+        return player.images(samples, images)
+    return [images[row] for row in samples.row_B.tolist()] if images else []
 
 
 def _records(experience: Experience, player: EpisodePlayer | None) -> Iterator[dict[str, Any]]:
