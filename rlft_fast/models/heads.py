@@ -376,9 +376,10 @@ class PolicyModel(_HeadedModel):
         Args:
             prompt_ids: (P, L) left-padded prompts. The last token is no image's.
             attention_mask: (P, L), 0 at padding.
-            cache: empty, or with the first tokens of all rows, which do not run again. Afterwards it has all but the
-                last of each row.
-            images: of each prompt, None where it has none; empty: no prompt has. The vision tower runs on each once.
+            cache: empty, or with the first tokens of all rows, which do not run again (not of images whose tokens see
+                later ones). Afterwards it has all but the last of each row.
+            images: of each prompt, None where it has none; empty: no prompt has. The vision tower runs once on each,
+                if the cache does not have it.
 
         Returns:
             (P,) int64 positions of the last tokens.
@@ -386,11 +387,14 @@ class PolicyModel(_HeadedModel):
         if not any(images):
             self._fill(cache, prompt_ids, attention_mask)
             return _positions(attention_mask)[:, -1]
-        keywords, positions = prompts_with_images(self.backbone, prompt_ids, attention_mask, images)
-        model = self.backbone.get_decoder()
-        model(
-            position_ids=positions[..., :-1], use_cache=True, **keywords, **{_cache_argument(model.forward): cache},
-        )  # fmt: skip
+        begun = cache.get_seq_length()
+        keywords, positions = prompts_with_images(self.backbone, prompt_ids, attention_mask, images, begun)
+        if prompt_ids.shape[1] > begun + 1:
+            model = self.backbone.get_decoder()
+            model(
+                position_ids=positions[..., begun:-1], use_cache=True, **keywords,
+                **{_cache_argument(model.forward): cache},
+            )  # fmt: skip
         return positions[..., -1].view(-1, len(prompt_ids))[0]
 
     def next_logits(self, token_ids_U: Tensor, position_U: Tensor, padding_U: Tensor, cache: RowCache) -> Tensor:

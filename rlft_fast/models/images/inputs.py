@@ -131,7 +131,7 @@ def _check_whole_runs(backbone: Any, batch: Batch, masks: Sequence[Tensor]) -> N
 def prepare_images(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int) -> ImageInputs | None:
     """Returns the images of a micro-batch, and the rows of this rank that take their features, on the CPU.
 
-    Every rank of a sequence group runs the tower on all images and takes the features of its own rows.
+    The tower of a rank runs on those images that rows of the rank show.
 
     Args:
         backbone: the model's backbone. If it has no vision tower, the result is None.
@@ -141,11 +141,21 @@ def prepare_images(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int) ->
     """
     if not has_vision(backbone):
         return None
-    position_N, feature_N = _image_positions(backbone, batch)
-    row_N = row_T[position_N]
+    row_N = row_T[_is_image(backbone, batch)]
+    parts = [part for own in batch.images_B for part in _parts(own)]
     source_index_U = torch.arange(num_rows)
-    source_index_U[row_N[row_N >= 0]] = num_rows + feature_N[row_N >= 0]
-    return ImageInputs(tower=_tower_inputs(backbone, batch), source_index_U=source_index_U)
+    shown: dict[str, Images] = {}
+    first: dict[str, int] = {}  # by the key of an image, the source of its first feature
+    num_sources = num_rows
+    for part, rows in zip(parts, row_N.split([sum(_runs_of(backbone, part)) for part in parts]), strict=True):
+        runs = rows >= 0
+        if not runs.any():
+            continue
+        if part.key not in shown:
+            shown[part.key], first[part.key] = part, num_sources
+            num_sources += len(rows)
+        source_index_U[rows[runs]] = first[part.key] + runs.nonzero().squeeze(1)
+    return ImageInputs(tower=_tower_inputs(backbone, [*shown.values()]), source_index_U=source_index_U)
 
 
 def prepare_look_ahead(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int) -> LookAhead | None:
@@ -194,7 +204,7 @@ def rotary_positions(backbone: Any, batch: Batch) -> Tensor:
 
 
 def prompts_with_images(
-    backbone: Any, ids_GL: Tensor, mask_GL: Tensor, images: Sequence[Images | None]
+    backbone: Any, ids_GL: Tensor, mask_GL: Tensor, images: Sequence[Images | None], num_begun: int = 0
 ) -> tuple[dict[str, Any], Tensor]:
     """The embeddings and the positions of prompts, some of which have images, for generation.
 
@@ -205,28 +215,36 @@ def prompts_with_images(
         ids_GL: (G, L) int64, padded on the left.
         mask_GL: (G, L), 0 at padding.
         images: of each prompt; None where it has none.
+        num_begun: tokens of each prompt, padding included, that have run; 0 where tokens of images see later ones. The
+            tower does not run on their images.
 
     Returns:
-        The keywords of the text model for (G, L - 1) tokens, with a mask; and int64 positions, 0 at padding: (G, L),
-        or (3, G, L) as in `rotary_positions`.
+        The keywords of the text model for (G, L - 1 - num_begun) tokens, with a mask of (G, L - 1); and int64
+        positions, 0 at padding: (G, L), or (3, G, L) as in `rotary_positions`.
     """
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(ids_GL, mask_GL, strict=True)]
     batch = Batch.from_samples(prompts, [[]] * len(prompts), images=images)
-    row_T = mask_GL.flatten().nonzero().squeeze(1)
-    inputs = prepare_images(backbone, batch, row_T.cpu(), ids_GL.numel())
+    new_GL = ids_GL[:, num_begun:]
+    row_GL = torch.full(ids_GL.shape, -1).index_copy_(
+        1, torch.arange(num_begun, ids_GL.shape[1]), torch.arange(new_GL.numel()).view(new_GL.shape)
+    )
+    inputs = prepare_images(backbone, batch, row_GL[mask_GL.bool().cpu()], new_GL.numel())
     assert inputs is not None
-    keywords = embed_with_images(backbone, ids_GL.flatten(), inputs.to(ids_GL.device))
+    if (inputs.source_index_U >= new_GL.numel()).any():
+        keywords = embed_with_images(backbone, new_GL.flatten(), inputs.to(ids_GL.device))
+    else:  # no other rank waits for the tower
+        keywords = {"inputs_embeds": backbone.get_input_embeddings()(new_GL.flatten())[None]}
     for name in ("inputs_embeds", "visual_pos_masks"):
         if name in keywords:
-            keywords[name] = keywords[name][0].unflatten(0, ids_GL.shape)[:, :-1]
+            keywords[name] = keywords[name][0].unflatten(0, new_GL.shape)[:, :-1]
     keywords["attention_mask"] = mask_GL[:, :-1]
     if sees_ahead(backbone):
         is_image_U = inputs.source_index_U >= ids_GL.numel()
         keywords["attention_mask"] = _masks_that_see_ahead(backbone, keywords, is_image_U.view(ids_GL.shape)[:, :-1])
     position_T = rotary_positions(backbone, batch).to(ids_GL.device)
-    positions = position_T.new_zeros(*position_T.shape[:-1], ids_GL.numel())
-    positions[..., row_T] = position_T
-    return keywords, positions.unflatten(-1, ids_GL.shape)
+    positions = position_T.new_zeros(*position_T.shape[:-1], *ids_GL.shape)
+    positions[..., mask_GL.bool()] = position_T
+    return keywords, positions
 
 
 def _masks_that_see_ahead(backbone: Any, keywords: Mapping[str, Any], is_image_GL: Tensor) -> dict[str, Tensor]:
@@ -243,17 +261,10 @@ def _masks_that_see_ahead(backbone: Any, keywords: Mapping[str, Any], is_image_G
     )  # fmt: skip
 
 
-def _image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(N,) int64 each: the positions of the image tokens, and the features that replace their embeddings."""
-    position_N = _is_image(backbone, batch).nonzero().squeeze(1)
-    features = _features(backbone, batch)
-    return position_N, torch.cat([position_N[:0], *features])
-
-
-def _tower_inputs(backbone: Any, batch: Batch) -> dict[str, Tensor]:
-    """The inputs of the tower for all different images, or for a blank image if there is none."""
-    family, different = _family(backbone), _different_images(batch).values()
-    given = [{name: own.inputs[name] for name in family.tower_fields} for own in different]
+def _tower_inputs(backbone: Any, images: Sequence[Images]) -> dict[str, Tensor]:
+    """The inputs of the tower for these images, or for a blank image if there is none."""
+    family = _family(backbone)
+    given = [{name: own.inputs[name] for name in family.tower_fields} for own in images]
     joined = family.join(backbone.config, given or [blank_image(backbone)])
     return {**joined, "pixel_values": joined["pixel_values"].float()}
 
@@ -282,8 +293,11 @@ def _parts(own: Images | None) -> tuple[Images, ...]:
 
 
 def _runs(backbone: Any, own: Images | None) -> list[int]:
-    family = _family(backbone)
-    return [length for part in _parts(own) for length in family.runs(backbone.config, part.inputs)]
+    return [length for part in _parts(own) for length in _runs_of(backbone, part)]
+
+
+def _runs_of(backbone: Any, part: Images) -> list[int]:
+    return _family(backbone).runs(backbone.config, part.inputs)
 
 
 def _grids(own: Images | None) -> Tensor | None:
@@ -304,19 +318,6 @@ def _bounds(mask: Tensor) -> list[tuple[int, int]]:
 
 def _boundaries(parts: Sequence[Tensor]) -> Tensor:
     return torch.tensor([0, *map(len, parts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def _features(backbone: Any, batch: Batch) -> list[Tensor]:
-    """The indices of the features of all parts of the sequences' images. Equal parts have equal indices."""
-    different, family = _different_images(batch), _family(backbone)
-    sizes = [sum(family.runs(backbone.config, part.inputs)) for part in different.values()]
-    features = dict(zip(different, torch.arange(sum(sizes)).split(sizes), strict=True))
-    return [features[part.key] for own in batch.images_B for part in _parts(own)]
-
-
-def _different_images(batch: Batch) -> dict[str, Images]:
-    """The parts of the sequences' images by their keys, in order of first appearance."""
-    return {part.key: part for own in batch.images_B for part in _parts(own)}
 
 
 def _sequences(batch: Batch, values_T: Tensor) -> tuple[Tensor, ...]:
