@@ -9,7 +9,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlft_fast.engine import FSDPEngine, WeightStream
 from rlft_fast.engine.sharding import gathered, narrowed
-from rlft_fast.models import Ends, PolicyModel, RowCache, end_token_ids, padded_attention, split_stop
+from rlft_fast.models import (
+    Ends,
+    PolicyModel,
+    RowCache,
+    end_token_ids,
+    padded_attention,
+    sees_ahead,
+    split_stop,
+)
 from rlft_fast.rollout.beginnings import Beginning, KeptBeginnings
 from rlft_fast.rollout.by_transformers import PAD_TOKEN_ID, decode_by_transformers
 from rlft_fast.rollout.decoding import decode
@@ -119,20 +127,21 @@ class HFGenerator:
         seeds = [request.seed for group in batch for request in group]
         width = max(map(len, prompts))
         num_new = max(len(group[0].token_ids) - max(map(self._kept.num_known, group)) for group in batch)
-        if any(group[0].images is not None for group in batch):  # the tower's features stand among all tokens
-            num_new = width
-        begun = [self._kept.take(group) for group in batch]
-        requests = [*chain.from_iterable(batch)] if self.model.decodes_in_place else []
-        asked = [i for i, r in enumerate(requests) if r.episode is not None and r.images is None][: self._kept.room]
+        images = [group[0].images for group in batch]
+        runs_whole = any(images) and sees_ahead(self.model.backbone)  # an image does not run in two parts
+        taken = [self._kept.take(group) for group in batch]
+        begun = [None if runs_whole else states for states in taken]
+        requests = [*chain.from_iterable(batch)] if self.model.decodes_in_place and not runs_whole else []
+        asked = [i for i, r in enumerate(requests) if r.episode is not None][: self._kept.room]
         return Prompts(
             ids_GL=torch.tensor([[PAD_TOKEN_ID] * (width - len(p)) + p for p in prompts], device=device),
             mask_GL=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
             counts=[*map(len, batch)],
             limits=limits,
             uniform_BN=uniform_numbers(seeds, max(limits), device) if params.temperature else None,
-            images=[group[0].images for group in batch],
+            images=images,
             begun=begun,
-            num_begun=width - num_new,
+            num_begun=0 if runs_whole else width - num_new,
             keeps=[i in asked for i in range(len(limits))],
         )
 

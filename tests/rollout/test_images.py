@@ -1,5 +1,7 @@
 """Rollouts of prompts with images against plain transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, GenerationConfig
@@ -80,7 +82,7 @@ def test_pictures_of_equal_size(tiny_model, name):
 
 
 def test_an_image_behind_turns_without_one(tiny_model):
-    """What is kept of an episode has no image: a batch with images runs all tokens. So does an episode beside it."""
+    """What is kept of an episode has no image yet, and an episode beside it shows none."""
     path = tiny_model("qwen2-vl")
     generator = HFGenerator(load_policy(path), load_tokenizer(path), 64)
     generator.eos_token_ids = [*range(0, 256, 4)]
@@ -101,3 +103,50 @@ def test_an_image_behind_turns_without_one(tiny_model):
         (expected,) = other.generate([request], SamplingParams())
         assert reply.token_ids == expected.token_ids
         assert reply.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [*VISION_MODELS])
+def test_a_later_turn_runs_its_own_image_alone(tiny_model, name):
+    """Behind an image, behind two, and behind none; all continue as if nothing were kept."""
+    path, patches = tiny_model(name), []
+    kept, fresh = (HFGenerator(load_policy(path), load_tokenizer(path), 64) for _ in range(2))
+    kept.eos_token_ids = fresh.eos_token_ids = [EOS_TOKEN_ID, *range(0, 256, 3)]
+    kept.model.backbone.visual.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
+    params = SamplingParams()
+    turns = [
+        Request(row=row, token_ids=prompt, seed=row, max_new_tokens=60, images=images, episode=row)
+        for row, (prompt, images) in enumerate(zip(PROMPTS[1:], IMAGES[1:], strict=True))
+    ]
+    for number in range(2):
+        replies = [reply.token_ids for reply in kept.generate(turns, params)]
+        turns = [
+            replace(
+                turn, token_ids=[*turn.token_ids, *reply, 30, 7, IMAGE_TOKEN_ID, IMAGE_TOKEN_ID, 8, 20],
+                images=replace(images_of(10 + 10 * number + turn.row, (2, 4)), before=turn.images),
+            )
+            for turn, reply in zip(turns, replies, strict=True)
+        ]  # fmt: skip
+    found = kept.generate(turns, params)
+    expected = fresh.generate([replace(turn, episode=None) for turn in turns], params)
+    for own, other in zip(found, expected, strict=True):
+        assert own.token_ids == other.token_ids
+        assert own.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert patches == [8 + 32, 3 * 8, 3 * 8]
+
+
+def test_images_that_see_ahead_run_whole_beside_longer_texts(tiny_model):
+    """Gemma 3. The second turn of a text is kept alone, and not beside an image."""
+    path, generator = tiny_model("gemma3-vision"), torch.Generator().manual_seed(0)
+    kept, fresh = (HFGenerator(load_policy(path), load_tokenizer(path), 64) for _ in range(2))
+    kept.eos_token_ids = fresh.eos_token_ids = [EOS_TOKEN_ID, *range(0, 256, 3)]
+    params = SamplingParams(temperature=0.0)
+    text = Request(row=0, token_ids=[*range(5, 60)], seed=0, max_new_tokens=60, episode=0)
+    (reply,) = kept.generate([text], params)
+    inputs, (run,) = IMAGES_OF["gemma3-vision"](1, generator)
+    shown = Images("a", inputs)
+    turns = [
+        replace(text, token_ids=[*text.token_ids, *reply.token_ids, 7, 8]),
+        Request(row=1, token_ids=[5, 7, *[IMAGE_TOKEN_ID] * run, 8], seed=1, max_new_tokens=9, images=shown, episode=1),
+    ]
+    found, expected = kept.generate(turns, params), [fresh.generate([turn], params)[0] for turn in turns]
+    assert [own.token_ids for own in found] == [own.token_ids for own in expected]

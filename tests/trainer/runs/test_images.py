@@ -182,10 +182,12 @@ def on_two_processes(rank: int, values: dict[str, Any]) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_processes_learn_what_one_learns(config, tmp_path):
+@pytest.mark.parametrize("kind", ["config", "episodes"])
+def test_two_processes_learn_what_one_learns(kind, request, tmp_path):
     """With a vision tower that is not trained, which has no gradients to reduce."""
-    train(config("one", actor__freeze=["model.visual.*"]))
-    two = config("two", actor__freeze=["model.visual.*"])
+    make = request.getfixturevalue(kind)
+    train(make("one", actor__freeze=["model.visual.*"]))
+    two = make("two", actor__freeze=["model.visual.*"])
     run_distributed(on_two_processes, 2, two.model_dump(mode="json"))
     one, two = (comparable(tmp_path / name) for name in ("one", "two"))
     for name in ("reward_mean", "loss", "grad_norm"):
