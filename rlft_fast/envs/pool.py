@@ -119,6 +119,10 @@ class EnvironmentPool:
         asked = {number: {"message": message} for number, message in messages.items()}
         return self._call(asked, ("messages", "reward", "done"))
 
+    def steps(self) -> "Steps":
+        """Calls of `step` that one thread begins and awaits one by one."""
+        return Steps(self)
+
     def end(self, numbers: Sequence[int]) -> dict[int, Answer]:
         """Ends episodes; episodes that have failed are left out.
 
@@ -162,34 +166,94 @@ class EnvironmentPool:
                     self._workers.pop(episode.name).kill()
 
     def _call(self, asked: Mapping[int, dict[str, Any]], keys: tuple[str, ...]) -> dict[int, Answer]:
-        started = time.monotonic()
-        limits = {number: self.classes[self._episodes[number].name].timeout_s for number in asked}
-        waiting = {limit: {number for number in asked if limits[number] == limit} for limit in {*limits.values()}}
-        answers: dict[int, Answer] = {}
-        with selectors.DefaultSelector() as selector:
-            for number, message in asked.items():
-                episode = self._episodes[number]
-                episode.begin(json.dumps(message, default=str).encode() + b"\n")
-                selector.register(episode.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, number)
-            for limit, own in sorted(waiting.items()):
-                while own and (left := started + limit - time.monotonic()) > 0:
-                    for key, events in selector.select(left):
-                        episode = self._episodes[key.data]
-                        if events & selectors.EVENT_WRITE and episode.write():
-                            selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
-                        if events & selectors.EVENT_READ and (answer := episode.read(keys)) is not None:
-                            answers[key.data] = answer
-                            self.seconds[key.data].append(time.monotonic() - started)
-                            selector.unregister(key.fileobj)
-                            waiting[limits[key.data]].remove(key.data)
-                for number in own:
-                    answers[number] = Failed(f"no answer within {limit:g} s", "timeout")
-                    self.seconds[number].append(limit)
-                    selector.unregister(self._episodes[number].socket)
-        for number, answer in answers.items():
-            if isinstance(answer, Failed):
-                self._kill(number)
+        with _Calls(self, keys) as calls:
+            calls.begin(asked)
+            answers = calls.rest()
         return {number: answers[number] for number in asked}
+
+    def _begin(self, number: int, asked: Mapping[str, Any]) -> "tuple[_Episode, float]":
+        """The episode that is asked now, and the seconds that it has."""
+        episode = self._episodes[number]
+        episode.begin(json.dumps(asked, default=str).encode() + b"\n")
+        return episode, self.classes[episode.name].timeout_s
+
+    def _end(self, number: int, answer: Answer, seconds: float) -> None:
+        """Notes a call's end."""
+        self.seconds[number].append(seconds)
+        if isinstance(answer, Failed):
+            self._kill(number)
+
+
+class _Calls:
+    """Calls under way of one thread. An answer is there when it is read, and late when it is not there in time."""
+
+    def __init__(self, pool: EnvironmentPool, keys: tuple[str, ...]) -> None:
+        self._pool, self._keys = pool, keys
+        self._selector = selectors.DefaultSelector()
+        self._begun: dict[int, tuple[_Episode, float, float]] = {}  # the episode, when it was asked, and its limit
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+
+    def __contains__(self, number: int) -> bool:
+        """Whether an episode has been asked, and its answer has not been taken."""
+        return number in self._begun
+
+    def begin(self, asked: Mapping[int, Mapping[str, Any]]) -> None:
+        """Asks episodes."""
+        started = time.monotonic()
+        for number, message in asked.items():
+            episode, limit_s = self._pool._begin(number, message)
+            self._begun[number] = episode, started, limit_s
+            events = selectors.EVENT_READ | (0 if episode.write() else selectors.EVENT_WRITE)
+            self._selector.register(episode.socket, events, number)
+
+    def some(self) -> dict[int, Answer]:
+        """The answers that are there. Waits for one if there is none, and a call is under way."""
+        answers: dict[int, Answer] = {}
+        while self._begun and not answers:
+            due_s = min(started + limit_s for _, started, limit_s in self._begun.values())
+            for key, events in self._selector.select(max(due_s - time.monotonic(), 0.0)):
+                episode = self._begun[key.data][0]
+                if events & selectors.EVENT_WRITE and episode.write():
+                    self._selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
+                if events & selectors.EVENT_READ and (answer := episode.read(self._keys)) is not None:
+                    answers[key.data] = self._ended(key.data, answer)
+            if not answers:
+                answers = self._late()
+        return answers
+
+    def rest(self) -> dict[int, Answer]:
+        """The answers of all calls under way."""
+        answers: dict[int, Answer] = {}
+        while self._begun:
+            answers |= self.some()
+        return answers
+
+    def _late(self) -> dict[int, Answer]:
+        now = time.monotonic()
+        late = {number: limit_s for number, (_, started, limit_s) in self._begun.items() if started + limit_s <= now}
+        return {n: self._ended(n, Failed(f"no answer within {limit_s:g} s", "timeout")) for n, limit_s in late.items()}
+
+    def _ended(self, number: int, answer: Answer) -> Answer:
+        episode, started, limit_s = self._begun.pop(number)
+        self._selector.unregister(episode.socket)
+        self._pool._end(number, answer, min(time.monotonic() - started, limit_s))
+        return answer
+
+
+class Steps(_Calls):
+    """Calls of `EnvironmentPool.step` that are under way."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        super().__init__(pool, ("messages", "reward", "done"))
+
+    def give(self, messages: Mapping[int, Mapping[str, Any]]) -> None:
+        """Gives episodes the policy's messages."""
+        self.begin({number: {"message": message} for number, message in messages.items()})
 
 
 class _Episode:

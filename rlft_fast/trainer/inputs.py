@@ -131,7 +131,9 @@ def open_environment(
         *end_token_ids(generation_defaults(config.model), tokenizer),
         *split_stop(config.rollout.stop, tokenizer)[0],
     ]
-    player = EpisodePlayer(configs, columns, tokenizer, ends, reader, why_no_images_in_episodes(config))
+    why_no_images = why_no_images_in_episodes(config)
+    in_turn = config.rollout.update != "in-flight"
+    player = EpisodePlayer(configs, columns, tokenizer, ends, reader, why_no_images, in_turn=in_turn)
     try:
         return player, [player.prepare(prompts, config.rollout.max_prompt_tokens) for prompts in sets]
     except BaseException:

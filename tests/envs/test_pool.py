@@ -108,6 +108,27 @@ def test_each_class_has_its_own_limit():
     assert [mixed.seconds[n][1] >= least for n, least in zip(numbers, (0.2, 0.5, 0), strict=True)] == [True] * 3
 
 
+def test_answers_are_taken_as_they_come(pool):
+    """Also later than the limit, if they were there in time."""
+    strange = pool("Strange")
+    numbers = strange.open([""] * 3)
+    strange.reset({number: {} for number in numbers})
+    strange.classes[""] = strange.classes[""]._replace(timeout_s=1.0)
+    words = dict(zip(("wait0.3", "hello", "wait30"), numbers, strict=True))
+    with strange.steps() as steps:
+        steps.give({number: says(word) for word, number in words.items()})
+        assert [*steps.some()] == [words["hello"]]
+        assert words["hello"] not in steps
+        steps.give({words["hello"]: says("hello")})
+        time.sleep(1.3)
+        found = steps.rest()
+        assert steps.some() == {}
+    assert not any(number in steps for number in numbers)
+    assert {word: isinstance(found[number], Failed) for word, number in words.items()} == {
+        "wait0.3": False, "hello": False, "wait30": True,
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 def test_slow_tools_cost_their_latency_once(pool):
     """Calls that block for 2 seconds, in 64 episodes: T calls of each take at most 2 T + 1 seconds."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress, groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.cluster import RemoteRollout
 from rlft_fast.config import EnvironmentConfig
 from rlft_fast.data import Images, Samples
-from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed
+from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed, Steps
 from rlft_fast.errors import brief
 from rlft_fast.rollout import (
     Completion,
@@ -48,8 +48,15 @@ from rlft_fast.world import SPANS, World
 
 _COLUMN = "environment"  # of rows, with a name
 
-_Asked = TypeVar("_Asked")
 _Answered = TypeVar("_Answered")
+
+
+class _Said(NamedTuple):
+    """What an environment has been asked in an episode."""
+
+    episode: Episode
+    text: str
+    read: Parsed
 
 
 class EpisodePlayer:
@@ -62,6 +69,8 @@ class EpisodePlayer:
         end_token_ids: tokens that end a reply of the policy's.
         image_reader: of the policy; None: the policy takes no images.
         why_no_images: why nobody may show the policy images all the same; empty: they may.
+        in_turn: whether the episodes of a call take each turn together, so that what the generator answers together is
+            the same again. Otherwise an episode goes on as soon as its environment has answered.
 
     Attributes:
         generate_seconds: time in which this rank's generator worked in the last call of `samples` [s].
@@ -74,9 +83,9 @@ class EpisodePlayer:
     def __init__(
         self, configs: Mapping[str, EnvironmentConfig], columns: Mapping[str, Sequence[str]],
         tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int], image_reader: ImageReader | None = None,
-        why_no_images: str = "",
+        why_no_images: str = "", *, in_turn: bool = True,
     ) -> None:  # fmt: skip
-        self.configs, self.tokenizer = configs, tokenizer
+        self.configs, self.tokenizer, self.in_turn = configs, tokenizer, in_turn
         self.image_reader, self._why_no_images = image_reader, why_no_images
         self._ends = frozenset(end_token_ids)
         self.pool = EnvironmentPool({name: _class_of(own, columns[name]) for name, own in configs.items()})
@@ -161,12 +170,14 @@ class EpisodePlayer:
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
         images = world.together(prompts.load_images, ImageError) or [None] * len(prompts)
         episodes = world.together(partial(self._begin, prompts, images, params, seeds), Exception)
-        while world.any_rank(any(episode.running for episode in episodes)):
-            running = [episode for episode in episodes if episode.running]
-            answers = rollout.answer([self._request(episode) for episode in running], params)
-            self.generate_seconds += rollout.seconds
-            replies = world.together(partial(without_refusals, answers), RequestError)
-            world.together(partial(self._turn, running, replies), Exception)
+        said: dict[int, _Said] = {}
+        with self.pool.steps() as steps:
+            while world.any_rank(any(episode.running for episode in episodes)):
+                ready = [episode for episode in episodes if episode.running and episode.number not in said]
+                answers = rollout.answer([self._request(episode) for episode in ready], params)
+                self.generate_seconds += rollout.seconds
+                replies = world.together(partial(without_refusals, answers), RequestError)
+                world.together(partial(self._turn, ready, replies, steps, said), Exception)
         world.together(partial(self._end, episodes), Exception)
         may_show = any(not self.why_no_images(name) for name in self.configs)
         return samples_of(episodes, may_branch=bool(self._thought_keys), may_show=may_show)
@@ -286,7 +297,7 @@ class EpisodePlayer:
             | {"prompt": only_placeholders(prompts.conversations[row].messages)}
             for row, name in enumerate(names)
         ]
-        begun = self._timed(self.pool.reset, {episode.number: columns[episode.row] for episode in episodes})
+        begun = self._timed(partial(self.pool.reset, {episode.number: columns[episode.row] for episode in episodes}))
         for episode in episodes:
             answer = begun[episode.number]
             if isinstance(answer, Failed):
@@ -306,9 +317,18 @@ class EpisodePlayer:
     def _request(self, episode: Episode) -> Request:
         return episode.request(self.configs[episode.environment].max_turns)
 
-    def _turn(self, episodes: Sequence[Episode], replies: Sequence[Completion]) -> None:
-        """Takes a reply in each episode, asks the environments, and adds what they answer."""
-        said: dict[int, tuple[str, Parsed]] = {}
+    def _turn(
+        self, episodes: Sequence[Episode], replies: Sequence[Completion], steps: Steps, said: dict[int, "_Said"]
+    ) -> None:
+        """Takes a reply in each episode, asks the environments, and adds what they answer.
+
+        Args:
+            episodes: that the policy has answered.
+            replies: of the policy.
+            steps: calls of environments that are under way.
+            said: what these environments have been asked, by the numbers of the episodes.
+        """
+        asked: dict[int, Mapping[str, Any]] = {}
         for episode, reply in zip(episodes, replies, strict=True):
             episode.add_sampled(reply)
             style = self._suffixes[episode.environment].style
@@ -318,13 +338,18 @@ class EpisodePlayer:
             episode.failed_calls += read.mistake is not None
             if reply.finish_reason == "length":  # without its end, the reply says nothing for sure
                 episode.stop("max_new_tokens")
+            elif read.mistake is not None:
+                self._answer(episode, text, read, None)
             else:
-                said[episode.number] = text, read
-        asked = {number: read.message for number, (_, read) in said.items() if read.mistake is None}
-        answers = self._timed(self.pool.step, asked)
-        for episode in episodes:
-            if episode.number in said:
-                self._answer(episode, *said[episode.number], answers.get(episode.number))
+                asked[episode.number] = read.message
+                said[episode.number] = _Said(episode, text, read)
+        steps.give(asked)
+        goes_on = any(episode.running and episode.number not in said for episode in episodes)
+        while said and (self.in_turn or not goes_on):
+            for number, answer in self._timed(steps.rest if self.in_turn else steps.some).items():
+                episode, text, read = said.pop(number)
+                self._answer(episode, text, read, answer)
+                goes_on |= episode.running
 
     def _answer(self, episode: Episode, text: str, reply: Parsed, answer: Mapping[str, Any] | Failed | None) -> None:
         """Adds the environment's answer to an episode; None: the reply had a call that cannot be read."""
@@ -405,7 +430,7 @@ class EpisodePlayer:
 
     def _end(self, episodes: Sequence[Episode]) -> None:
         """Ends the environments, and takes the rewards of whole episodes."""
-        ended = self._timed(self.pool.end, [episode.number for episode in episodes])
+        ended = self._timed(partial(self.pool.end, [episode.number for episode in episodes]))
         for episode in episodes:
             self._take_end(episode, ended.get(episode.number))
         if failed := [episode for episode in episodes if episode.failure is not None]:
@@ -415,10 +440,10 @@ class EpisodePlayer:
                 stacklevel=2,
             )
 
-    def _timed(self, call: Callable[[_Asked], _Answered], asked: _Asked) -> _Answered:
+    def _timed(self, call: Callable[[], _Answered]) -> _Answered:
         started = time.perf_counter()
         with SPANS.noted("environment"):
-            answers = call(asked)
+            answers = call()
         self.environment_seconds += time.perf_counter() - started
         return answers
 

@@ -25,7 +25,10 @@ def play(tmp_path, tokenizer):
     """
     players = []
 
-    def run(rows, name, reply, template="qwen2_5", ends=(IM_END,), n=1, max_new_tokens=2000, top_k=None, **options):
+    def run(
+        rows, name, reply, template="qwen2_5", ends=(IM_END,), n=1, max_new_tokens=2000, top_k=None, in_turn=True,
+        **options,
+    ):  # fmt: skip
         tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
         data = DataConfig(path=str(write_rows(tmp_path / "data.jsonl", rows)))
         prompts = load_prompts(data, tokenizer, 4000)
@@ -36,7 +39,8 @@ def play(tmp_path, tokenizer):
             for own, values in kinds.items()
         }
         columns = dict.fromkeys(configs, columns)
-        player = EpisodePlayer(configs, columns, tokenizer, tokenizer.convert_tokens_to_ids([*ends]))
+        end_ids = tokenizer.convert_tokens_to_ids([*ends])
+        player = EpisodePlayer(configs, columns, tokenizer, end_ids, in_turn=in_turn)
         players.append(player)
         prompts = player.prepare(prompts, 4000)
         generator = Scripted(reply)

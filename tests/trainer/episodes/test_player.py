@@ -239,6 +239,32 @@ def test_a_failed_environment_costs_its_episode(play, tokenizer):
     ]  # fmt: skip
 
 
+def test_an_episode_waits_for_its_own_environment_alone(play, tokenizer):
+    """Where episodes do not take their turns together. What is said, and every seed, is the same."""
+
+    def reply(request: Request) -> list[int]:
+        turn = [*request.token_ids].count(tokenizer.convert_tokens_to_ids(IM_END))
+        word = "wait0.8" if "slow" in tokenizer.decode(request.token_ids) and turn < 4 else "hello"
+        return tokenizer.encode(word + IM_END, add_special_tokens=False)
+
+    def played(**options) -> tuple[list, list[int]]:
+        rows = [{"prompt": "slow"}, {"prompt": "quick"}]
+        samples, _, _, generator = play(rows, "Strange", reply, max_turns=3, **options)
+        seconds = samples.counts["seconds_environment_calls"].tolist()
+        assert seconds[0] > 0.8 > seconds[1]
+        first = min(generator.episodes)
+        seen = sorted((*asked, *ids, seed) for asked, ids, seed in generator.seen)
+        return [seen, samples.token_ids(), samples.parts["environment"].tolist()], [
+            e - first for e in generator.episodes
+        ]
+
+    together, order = played()
+    apart, own_order = played(in_turn=False)
+    assert apart == together
+    assert order == [0, 1, 0, 1, 0, 1]
+    assert own_order == [0, 1, 1, 1, 0, 0]
+
+
 def test_an_environment_may_answer_in_words(play, tokenizer):
     *_, generator = play([{"prompt": "a"}], "Parrot", in_turn(tokenizer, *"xyz"), max_turns=3)
     talk = [{"role": "user", "content": "a"}]
