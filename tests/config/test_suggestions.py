@@ -80,7 +80,7 @@ def test_options_of_vllms_engine():
     def found(**options) -> list[str]:
         return message({"rollout": {"vllm": {"engine_options": options}}})
 
-    options = {"max_num_batched_tokens": 8192, "attention_config": {"backend": "x"}}
+    options = {"max_num_batched_tokens": 8192, "attention_config": {"backend": "x"}, "quantization": "fp8"}
     config = Config.parse(MINIMAL | {"rollout": {"vllm": {"engine_options": options}}})
     assert config.rollout.vllm.engine_options == options
     assert found(max_num_seqs=4) == [
@@ -88,6 +88,11 @@ def test_options_of_vllms_engine():
     ]
     lines = found(**{"load-format": "x", "data_parallel_size": 2})
     assert [line.split(", ")[1][:20] for line in lines] == ["that says how the we", "that says which proc"]
+    assert found(quantization="awq") == [
+        "rollout.vllm: engine_options has quantization: awq, but new weights arrive as plain numbers, which vLLM "
+        "rounds itself with fp8, fp8_per_tensor, fp8_per_channel, fp8_per_block alone: name one of these, or leave it "
+        "out"
+    ]
 
 
 def test_all_rules_that_are_broken_are_told():

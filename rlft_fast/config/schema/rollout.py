@@ -23,7 +23,7 @@ _OUR_KEYS = {
 _REFUSED = {
     "that says how the weights of the policy arrive, which the run decides": (
         "load_format", "weight_transfer_config", "worker_extension_cls", "worker_cls", "enable_sleep_mode",
-        "quantization", "quantization_config", "enable_lora", "hf_overrides", "model_class_overrides", "revision",
+        "quantization_config", "enable_lora", "hf_overrides", "model_class_overrides", "revision",
     ),
     "that changes the log-probabilities that the update needs": (
         "logprobs_mode", "max_logprobs", "generation_config", "override_generation_config", "logits_processors",
@@ -35,6 +35,8 @@ _REFUSED = {
     "and code of a model's folder is not run": ("trust_remote_code",),
     "that says whether texts are made, which rollout.stop decides": ("skip_tokenizer_init",),
 }  # fmt: skip
+# By which vLLM rounds each new version of the weights itself.
+_ONLINE_FLOAT8 = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 _OF_PROCESSES = ("data_parallel", "pipeline_parallel", "prefill_context_parallel", "decode_context_parallel")
 
 
@@ -64,9 +66,14 @@ class VLLMConfig(Section):
 
     @rule
     def _options_are_vllms(self) -> Iterator[str]:
-        for name in self.engine_options:
+        for name, value in self.engine_options.items():
             key = name.replace("-", "_")
-            if key in _OUR_KEYS:
+            if key == "quantization" and value not in _ONLINE_FLOAT8:
+                yield (
+                    f"engine_options has {name}: {value}, but new weights arrive as plain numbers, which vLLM rounds "
+                    f"itself with {', '.join(_ONLINE_FLOAT8)} alone: name one of these, or leave it out"
+                )
+            elif key in _OUR_KEYS:
                 yield f"engine_options has {name}, which the run sets by {_OUR_KEYS[key]}: set this key"
             elif (why := _why_refused(key)) is not None:
                 yield f"engine_options has {name}, {why}: leave it out"

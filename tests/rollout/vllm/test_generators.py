@@ -323,6 +323,61 @@ def test_experts_on_two_processes(process, tmp_path):
     )
 
 
+# ---- in FP8 ---------------------------------------------------------------------------------------------------------
+
+_QUANTIZED = {"quantization": "fp8_per_channel"}  # of the kinds of FP8, the one that vLLM has kernels for on any CPU
+
+
+def fp8(rank: int, path: Path, process: str) -> None:
+    """vLLM samples by the weights of now, not by those before, although its log-probabilities are 0.1 off."""
+    torch.set_num_threads(1)
+    engine, before = (make_engine(path, compute_dtype="bfloat16") for _ in range(2))
+    rollout = make_rollout(engine, process=process, engine_options=_QUANTIZED)
+    for seed in range(2):
+        update(engine, seed)
+        rollout.sync()
+        samples = [
+            (prompt, sample)
+            for prompt, group in zip(PROMPTS, sample(rollout, PROMPTS), strict=True)
+            for sample in group
+        ]
+        batch = Batch.from_samples(
+            [prompt for prompt, _ in samples], [sample.token_ids for _, sample in samples],
+            rollout_logprobs=[sample.logprobs for _, sample in samples],
+        )  # fmt: skip
+        off = [
+            (policy.infer(batch, ("logprob",))["logprob"] - batch.rollout_logprob_T)[batch.loss_mask_T].square().mean()
+            for policy in (engine, before)
+        ]
+        assert off[0].sqrt() < off[1].sqrt() / 5, off
+        if process == "colocated":
+            check_rounded(engine, rollout)
+    rollout.close()
+
+
+def check_rounded(engine: FSDPEngine, rollout: Rollout) -> None:
+    """Each weight is the nearest number of e4m3 to the policy's, with a scale for each row."""
+    found = rollout.generator.llm.apply_model(lambda model: dict(model.named_parameters()))[0]
+    rows = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    weights = dict(engine.named_weights(torch.bfloat16))
+    layers = [name.removesuffix("_scale") for name in found if name.endswith("weight_scale")]
+    assert len(layers) == 4 * engine.model.backbone.config.num_hidden_layers
+    for name in layers:
+        layer = name.split(".")[-2]
+        weight = torch.cat([weights[name.replace(layer, part)] for part in rows.get(layer, (layer,))]).float()
+        scale = found[f"{name}_scale"].reshape(-1, 1)
+        assert found[name].dtype == torch.float8_e4m3fn
+        off = (found[name].t().float() * scale - weight).abs()
+        assert (off <= 2.0**-4 * weight.abs() + 2.0**-10 * scale).all(), name  # half a unit in the last place
+
+
+@needs_vllm
+@pytest.mark.parametrize("process", ["colocated", pytest.param("separate", marks=pytest.mark.long)])
+def test_weights_in_fp8_are_those_of_now(process, tmp_path):
+    folder = save_tiny_model("llama", tmp_path / "llama", **HEADS, intermediate_size=128, initializer_range=0.1)
+    run_distributed(fp8, 1, folder, process)
+
+
 # ---- in a run -------------------------------------------------------------------------------------------------------
 
 
