@@ -354,6 +354,43 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
             {"evaluation": {"path": "x.jsonl", "temperature": 1e-3}, "rollout.backend": "vllm"},
             r"evaluation\.temperature is 0\.001, but vLLM would sample at 0\.01",
         ),
+        (
+            {"rollout.vllm.adapter": True, "actor.lora": {}},
+            "adapter is for a vLLM in the processes that train or beside",
+        ),
+        (
+            {"rollout.vllm.adapter": True, "rollout.backend": "vllm", "rollout.servers": ["http://h:1"]},
+            "adapter is for a vLLM in the processes that train or beside",
+        ),
+        (
+            {"rollout.vllm": {"adapter": True, "engine_options": {"quantization": "fp8"}}, "rollout.backend": "vllm"},
+            "adapter has not run beside quantized weights: leave engine_options",
+        ),
+        (
+            {"rollout.vllm.adapter": True, "rollout.backend": "vllm"},
+            r"adapter sends the adapters of actor\.lora, which is not given",
+        ),
+        (
+            {"rollout.vllm.adapter": True, "rollout.backend": "vllm", "actor.lora": {"rank": 513}},
+            r"lora\.rank is 513, and vLLM takes at most 512: lower it, or leave rollout\.vllm\.adapter out",
+        ),
+        (
+            {
+                "rollout.vllm.adapter": True,
+                "rollout.backend": "vllm",
+                "actor.lora": {"target_modules": ["lm_head"]},
+            },
+            r"target_modules has lm_head, and vLLM is given no adapter of the head: leave",
+        ),
+        (
+            {
+                "rollout.vllm.adapter": True,
+                "rollout.backend": "vllm",
+                "actor.lora": {},
+                "cluster.generators": {},
+            },
+            r"cluster\.generators are servers, which are given no adapters: leave",
+        ),
         ({"rollout.structured": {"regex": "a"}, "rollout.top_k": 5}, "structured is for a vLLM in the processes that"),
         ({"rollout.structured": {"regex": "a"}, "rollout.backend": "vllm"}, "structured is given without a top_k"),
         (

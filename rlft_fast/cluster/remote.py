@@ -141,6 +141,7 @@ class RemoteRollout:
     Attributes:
         weight_version: see `Rollout`.
         seconds: 0, because the driver does not generate.
+        sync_bytes: see `Rollout`; of one worker.
     """
 
     def __init__(self, group: WorkerGroup, servers: Callable[[], tuple[Sequence[str], str]] | None = None) -> None:
@@ -148,6 +149,7 @@ class RemoteRollout:
         self.servers = servers
         self.weight_version = 0
         self.seconds = 0.0
+        self.sync_bytes = 0
 
     def sync(self) -> None:
         """See `Rollout.sync`."""
@@ -182,7 +184,7 @@ class RemoteRollout:
             if self.servers is not None:
                 self.group.use_servers(*self.servers())
             try:
-                self.group.sync_rollout(self.weight_version)
+                self.sync_bytes = self.group.sync_rollout(self.weight_version)[0]
                 break
             except RolloutError:  # the last server may have died just now
                 if self.servers is None or not attempts_left:

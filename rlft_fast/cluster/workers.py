@@ -271,11 +271,16 @@ class ActorRolloutRefWorker(Worker):
         os.environ[TOKEN_VARIABLE] = token
 
     @register(ONE_TO_ALL)
-    def sync_rollout(self, version: int | None = None) -> None:
-        """Gives the generator the policy's weights as they are now, as this version; None: one more than before."""
+    def sync_rollout(self, version: int | None = None) -> int:
+        """Gives the generator the policy's weights as they are now, as this version; None: one more than before.
+
+        Returns:
+            Bytes of the weights.
+        """
         if version is not None:
             self.rollout.weight_version = version - 1
         self.rollout.sync()
+        return self.rollout.sync_bytes
 
     @register(ONE_TO_ALL)
     def sleep_rollout(self) -> None:

@@ -8,6 +8,7 @@ from rlft_fast.config.objectives import OBJECTIVES, load_config
 from rlft_fast.config.paths import HUB, hub_parts
 from rlft_fast.config.resume import changed_settings, fixed_settings
 from rlft_fast.config.schema import (
+    LARGEST_VLLM_RANK,
     MODEL_PART,
     SERVER_PART,
     SMALLEST_VLLM_TEMPERATURE,
@@ -58,6 +59,7 @@ from rlft_fast.config.schema import (
 
 __all__ = [
     "HUB",
+    "LARGEST_VLLM_RANK",
     "MODEL_PART",
     "OBJECTIVES",
     "SERVER_PART",

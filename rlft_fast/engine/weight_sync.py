@@ -69,6 +69,9 @@ class WeightStream:
         parts: for each of the model's weights, the checkpoint's parts in order.
         bucket_bytes: memory of the bucket, through which sharded weights are gathered.
         device: device of the bucket.
+
+    Attributes:
+        num_bytes: of the elements that were read so far.
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class WeightStream:
     ) -> None:
         self._sources = sources
         self._parts = parts
-        self._stream = stream_pieces(sources(), bucket_bytes, device)
+        self.num_bytes = 0
+        self._stream = self._counted(stream_pieces(sources(), bucket_bytes, device))
 
     def metadata(self) -> list[WeightMetadata]:
         """What the stream will bring, in order. All ranks must call it: adapters of sharded weights are gathered."""
@@ -99,6 +103,11 @@ class WeightStream:
         """Reads the rest of the stream, also after an error, because all ranks gather together."""
         for _ in self._stream:
             pass
+
+    def _counted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            self.num_bytes += piece.data.nbytes
+            yield piece
 
 
 @torch.no_grad()

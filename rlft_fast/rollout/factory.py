@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, server_urls
-from rlft_fast.engine import FSDPEngine, WeightStream
+from rlft_fast.engine import FSDPEngine, WeightStream, adapter_config, adapter_stream
 from rlft_fast.models import PolicyModel, end_token_ids, split_stop
 from rlft_fast.rollout.hf import HFGenerator, gathered_policy
 from rlft_fast.rollout.together import Rollout, RolloutError
@@ -19,6 +19,7 @@ from rlft_fast.rollout.vllm import (
     SeparateVLLM,
     ServedVLLM,
     ServerError,
+    check_adapter,
     check_structured,
     check_vllm,
     model_fingerprint,
@@ -68,6 +69,8 @@ def _vllm_rollout(
     check_vllm(config.vllm, engine.world)
     check_structured(config.structured)
     model = _sampled_model(engine, tokenizer, config)
+    if model.adapter is not None:
+        check_adapter(model)
     is_colocated = config.vllm.process == "colocated"
     kind = ColocatedVLLM if is_colocated else SeparateVLLM
 
@@ -84,7 +87,7 @@ def _vllm_rollout(
     return Rollout(
         start,
         engine.world,
-        weights=partial(_weights, engine, model.dtype),
+        weights=partial(_weights, engine, model),
         check_weights=config.vllm.check_weights,
         group_size=config.vllm.tensor_parallel_size if is_colocated else 1,
     )
@@ -114,14 +117,14 @@ def _served_rollout(
         except ServerError as error:
             raise RolloutError(str(error)) from error
 
-    weights = partial(_weights, engine, model.dtype)
+    weights = partial(_weights, engine, model)
     return Rollout(start, world, weights=weights, check_weights=config.vllm.check_weights)
 
 
 @contextmanager
-def _weights(engine: FSDPEngine, dtype: torch.dtype) -> Iterator[WeightStream]:
+def _weights(engine: FSDPEngine, model: SampledModel) -> Iterator[WeightStream]:
     with engine.eval_mode():
-        yield engine.weight_stream(dtype)
+        yield engine.weight_stream(model.dtype) if model.adapter is None else adapter_stream(engine, model.dtype)
 
 
 def _sampled_model(engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> SampledModel:
@@ -132,6 +135,7 @@ def _sampled_model(engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, confi
         device=engine.device,
         vocab_size=engine.model.model.config.get_text_config().vocab_size,
         eos_token_ids=end_token_ids(engine.model.model.generation_config, tokenizer),
+        adapter=adapter_config(engine) if config.vllm.adapter else None,
     )
 
 

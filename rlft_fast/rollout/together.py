@@ -66,6 +66,7 @@ class Rollout:
         restarts: whether `answer` may start a failed generator again now, with the policy's weights. Where they are
             trained meanwhile, the next `sync` starts it again.
         seconds: time in which this rank's generator worked on the last requests [s].
+        sync_bytes: of the weights that the generator got in the last `sync`.
         joined: several threads of a process that trains alone may call `answer`, and `sync` between their calls.
     """
 
@@ -89,6 +90,7 @@ class Rollout:
         self.restarts = True
         self._failure: Exception | None = None  # of a generator that `sync` has to start again
         self.seconds = 0.0
+        self.sync_bytes = 0
         self.joined = JoinedRequests(self._answer_all)
         self.generator = start()
 
@@ -188,6 +190,7 @@ class Rollout:
                 self.generator.load(stream, self.weight_version)
             finally:
                 stream.finish()
+                self.sync_bytes = stream.num_bytes
 
     def _restart(self, failure: Exception) -> None:
         """Starts the generators of all ranks again, with the weights of now, where they have weights of their own."""

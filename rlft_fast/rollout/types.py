@@ -190,6 +190,8 @@ class SampledModel:
         device: device of the process that trains it.
         vocab_size: number of tokens that it has logits for.
         eos_token_ids: tokens that end a completion.
+        adapter: entries of PEFT's ``adapter_config.json``, where a generator takes the weights of the folder once and
+            the policy's adapters at each sync; None: it takes all weights, with the adapters merged.
     """
 
     path: str
@@ -197,6 +199,7 @@ class SampledModel:
     device: torch.device
     vocab_size: int
     eos_token_ids: list[int]
+    adapter: Mapping[str, Any] | None = None
 
 
 class Generator(Protocol):

@@ -21,7 +21,7 @@ _MAY_CHANGE = {
     "data": "path max_rows",
     "reward": "model timeout_s workers",
     "rollout": "backend dtype servers max_prompt_tokens batch_size",
-    "rollout.vllm": "process transfer tensor_parallel gpu_memory_utilization cpu_cache_gib check_weights "
+    "rollout.vllm": "process transfer tensor_parallel gpu_memory_utilization cpu_cache_gib adapter check_weights "
     "engine_options",
     "actor": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch",
     "actor.optimizer": "cpu_offload",

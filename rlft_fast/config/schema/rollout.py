@@ -11,6 +11,8 @@ from rlft_fast.config.schema.servers import ServerEntry
 
 SMALLEST_VLLM_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a smaller one is asked for, but reports it only in its log."""
+LARGEST_VLLM_RANK = 512
+"""Of an adapter that vLLM computes with."""
 
 
 _OUR_KEYS = {
@@ -61,6 +63,8 @@ class VLLMConfig(Section):
     """Size of the key-value cache in GiB, if the generator runs on the CPU."""
     engine_options: MayChange[dict[str, Any]] = Field(default={})
     """Further options of vLLM's engine (EngineArgs) by their names, such as max_num_batched_tokens: 8192."""
+    adapter: MayChange[bool] = False
+    """Send the adapters of actor.lora alone, with which vLLM computes, in place of all weights with them merged."""
     check_weights: MayChange[bool] = False
     """Compare checksums of weights after a sync: sent with received (separate), or across processes (colocated)."""
 
@@ -146,6 +150,16 @@ class RolloutConfig(Section):
                 "structured is given without a top_k, but training stores the candidates of each token: bound their "
                 "number, for example by top_k: 100"
             )
+
+    @rule
+    def _adapters_go_to_a_vllm_on_this_machine(self) -> Iterator[str]:
+        if self.vllm.adapter and (self.backend != "vllm" or self.servers):
+            yield (
+                "vllm.adapter is for a vLLM in the processes that train or beside them: set backend: vllm and leave "
+                "servers out, or leave vllm.adapter out"
+            )
+        if self.vllm.adapter and "quantization" in self.vllm.engine_options:
+            yield "vllm.adapter has not run beside quantized weights: leave engine_options.quantization or adapter out"
 
     @rule
     def _updates_in_flight_what_is_stale(self) -> Iterator[str]:

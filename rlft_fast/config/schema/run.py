@@ -14,7 +14,7 @@ from rlft_fast.config.schema.cluster import ClusterConfig
 from rlft_fast.config.schema.environment import EnvironmentConfig
 from rlft_fast.config.schema.model import CriticConfig, EngineConfig, ModelConfig, ScoringConfig, TeacherConfig
 from rlft_fast.config.schema.roles import Role, StepPhase
-from rlft_fast.config.schema.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig
+from rlft_fast.config.schema.rollout import LARGEST_VLLM_RANK, SMALLEST_VLLM_TEMPERATURE, RolloutConfig
 from rlft_fast.config.schema.servers import ServerUrl
 from rlft_fast.config.schema.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, TrackerName
 
@@ -270,6 +270,20 @@ class Config(RunConfig):
                 f"cluster.generators.gpus is {generators.gpus}, but rollout.vllm.tensor_parallel is "
                 f"{self.rollout.vllm.tensor_parallel_size}: set both to the same number"
             )
+
+    @rule
+    def _vllm_takes_the_adapters(self) -> Iterator[str]:
+        if not self.rollout.vllm.adapter:
+            return
+        lora, instead = self.actor.lora, "leave rollout.vllm.adapter out, for merged weights"
+        if lora is None:
+            yield "rollout.vllm.adapter sends the adapters of actor.lora, which is not given: set it, or leave it out"
+        elif "lm_head" in lora.target_modules:
+            yield f"actor.lora.target_modules has lm_head, and vLLM is given no adapter of the head: {instead}"
+        elif lora.rank > LARGEST_VLLM_RANK:
+            yield f"actor.lora.rank is {lora.rank}, and vLLM takes at most {LARGEST_VLLM_RANK}: lower it, or {instead}"
+        if self.cluster is not None and self.cluster.generators is not None:
+            yield f"cluster.generators are servers, which are given no adapters: {instead}"
 
     @rule
     def _vllm_takes_the_temperatures(self) -> Iterator[str]:

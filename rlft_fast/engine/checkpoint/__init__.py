@@ -11,6 +11,7 @@ adapter     the files of an adapter of PEFT
 start       weights to start from, whichever of these has them
 """
 
+from rlft_fast.engine.checkpoint.adapter import adapter_config, adapter_stream
 from rlft_fast.engine.checkpoint.export import export_hf, export_run, remove_export, require_exportable
 from rlft_fast.engine.checkpoint.hub import HubRepository
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager, step_of
@@ -22,6 +23,8 @@ __all__ = [
     "CheckpointManager",
     "HubRepository",
     "Loaded",
+    "adapter_config",
+    "adapter_stream",
     "export_hf",
     "export_run",
     "find_start",

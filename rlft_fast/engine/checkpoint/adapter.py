@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rlft_fast.config import LoraConfig
 from rlft_fast.engine.fsdp import FSDPEngine
+from rlft_fast.engine.sharding import reshard
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, Source, WeightStream
 from rlft_fast.errors import brief
-from rlft_fast.models import PolicyModel, ValueModel, local_part, low_rank_factors, name_some
+from rlft_fast.models import CheckpointPart, PolicyModel, ValueModel, local_part, low_rank_factors, name_some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 _PREFIX = "base_model.model."
@@ -32,12 +33,24 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def adapter_weights(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:
-    """The adapters by PEFT's names, float32 where they have float32 masters. Every rank must iterate to the end."""
-    state = {} if engine.optimizer is None else engine.optimizer.state
-    for name, tensor in _tensors(engine).items():
-        kept = state.get(tensor, {}).get("master", tensor).detach()
-        yield name, kept.full_tensor() if isinstance(kept, DTensor) else kept
+def adapter_stream(engine: FSDPEngine, dtype: torch.dtype | None = None) -> WeightStream:
+    """The adapters of now, by PEFT's names, for a generator or a file.
+
+    Args:
+        engine: with adapters, see `adapter_config`.
+        dtype: in which they come; None: as they are kept, which is their float32 master where they have one.
+    """
+    reshard(engine.model)
+    tensors = _tensors(engine)
+
+    def sources() -> Iterator[Source]:
+        state = {} if engine.optimizer is None else engine.optimizer.state
+        for name, tensor in tensors.items():
+            kept = state.get(tensor, {}).get("master", tensor.detach())
+            yield Source(name, kept, dtype or kept.dtype)
+
+    parts = {name: [CheckpointPart(name, tensor.shape, 0)] for name, tensor in tensors.items()}
+    return WeightStream(sources, parts, BUCKET_BYTES, engine.device)
 
 
 def adapter_config(engine: FSDPEngine) -> dict[str, Any]:

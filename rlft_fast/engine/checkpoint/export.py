@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.config import Config, load_config, run_roles
-from rlft_fast.engine.checkpoint.adapter import CONFIG, WEIGHTS, adapter_config, adapter_weights
+from rlft_fast.engine.checkpoint.adapter import CONFIG, WEIGHTS, adapter_config, adapter_stream
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager
 from rlft_fast.engine.checkpoint.storage import save_weights
 from rlft_fast.engine.fsdp import FSDPEngine
@@ -96,7 +96,7 @@ def export_hf(
         shards, weights = _ShardWriter(temporary, max_shard_bytes, "model"), engine.named_weights()
         begin = partial(_begin, engine, shards, dtype, stop)
     else:
-        shards, weights = _ShardWriter(temporary, sys.maxsize, WEIGHTS), adapter_weights(engine)
+        shards, weights = _ShardWriter(temporary, sys.maxsize, WEIGHTS), adapter_stream(engine).tensors()
         begin = partial(_begin_adapter, config, shards, dtype)
     attempt = partial(_attempt, engine.world)
     with contextlib.ExitStack() as stack:

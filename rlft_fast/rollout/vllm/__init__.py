@@ -7,12 +7,14 @@ scheduling       which server samples what
 server           one vLLM server: its start, its guard, its state
 answers          what servers answer, checked
 images           prompts with images, processed as the policy gets them
+adapter          adapters that vLLM computes with, in place of merged weights
 requests         vLLM's form of requests, and completions from its outputs
 weight_sender    sends weights through sockets, once for any number of vLLMs
 nccl_sender      sends weights to the GPUs of servers by vLLM's NCCL engine
 worker           the receiving side of weights, which vLLM's workers import
 """
 
+from rlft_fast.rollout.vllm.adapter import check_adapter
 from rlft_fast.rollout.vllm.colocated import ColocatedVLLM, check_vllm
 from rlft_fast.rollout.vllm.images import why_no_images
 from rlft_fast.rollout.vllm.requests import check_structured
@@ -34,6 +36,7 @@ __all__ = [
     "ServedVLLM",
     "ServerError",
     "VLLMServer",
+    "check_adapter",
     "check_structured",
     "check_vllm",
     "model_fingerprint",

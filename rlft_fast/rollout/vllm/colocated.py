@@ -27,6 +27,7 @@ from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightStream, checksum
 from rlft_fast.models import image_family
 from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams
+from rlft_fast.rollout.vllm.adapter import adapter_options, load_adapter, missing_for_adapters
 from rlft_fast.rollout.vllm.images import why_no_images
 from rlft_fast.rollout.vllm.requests import (
     answer_fitting,
@@ -53,7 +54,7 @@ def check_vllm(config: VLLMConfig, world: World) -> None:
             "rollout.backend is vllm, which is not installed: pip install vllm (on a CPU make install-vllm), or choose "
             "rollout.backend: hf"
         )
-    if missing := _missing_features(config.process):
+    if missing := _missing_features(config):
         import vllm
 
         raise ValueError(f"vLLM {vllm.__version__} has no {missing}: install a version that does ({_VERSIONS})")
@@ -124,7 +125,7 @@ def _check_separate_gpus(config: VLLMConfig, transfer: str, num_gpus: int, train
         )
 
 
-def _missing_features(process: str) -> str | None:
+def _missing_features(config: VLLMConfig) -> str | None:
     """The first needed interface that this vLLM lacks. Version numbers are not compared."""
     set_environment()
     from vllm import LLM
@@ -132,7 +133,9 @@ def _missing_features(process: str) -> str | None:
 
     if "weights_iterator" not in inspect.signature(GPUModelRunner.reload_weights).parameters:
         return "reload_weights(weights_iterator=...)"
-    if process == "separate":
+    if config.adapter and (missing := missing_for_adapters()):
+        return missing
+    if config.process == "separate":
         if not hasattr(LLM, "start_weight_update"):
             return "LLM.start_weight_update()"
         from vllm.distributed.weight_transfer import factory
@@ -176,6 +179,8 @@ class VLLMGenerator:
         self.sleeps = model.device.type == "cuda"
         self.asleep = False
         self.weight_version: int | None = None
+        self.handed_over: dict[str, str] = {}  # checksums
+        self._adapter: Any = None  # that requests name
         self._is_renewed = False  # since the last request
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
@@ -185,7 +190,7 @@ class VLLMGenerator:
         def sample(fitting: list[Request]) -> Iterator[Completion]:
             self._begin()
             asked = vllm_requests(fitting, params, self.model, self.tokenizer, version)
-            return (completion_of(x.outputs[0], version) for x in outputs_of(self.llm, *asked))
+            return (completion_of(x.outputs[0], version) for x in outputs_of(self.llm, *asked, self._adapter))
 
         return answer_fitting(
             requests, self.max_sequence_tokens, sample, lambda: why_no_images(self.model.path, served=False)
@@ -199,12 +204,21 @@ class VLLMGenerator:
         assert weights is not None
         if self.asleep:
             self._wake("weights")
-        self._load(weights, version)
+        if self.model.adapter is None:
+            self._load(weights, version)
+        else:
+            self._adapter, tensors = load_adapter(self.llm, weights, self.model.adapter)
+            if self.check_weights:
+                self.handed_over = {name: checksum(tensor) for name, tensor in tensors.items()}
         self.weight_version = version
         self._is_renewed = True
 
     def _load(self, weights: WeightStream, version: int) -> None:
         raise NotImplementedError
+
+    def checksums(self) -> dict[str, str]:
+        """The checksum of each weight as vLLM was handed it."""
+        return self.handed_over
 
     def _begin(self) -> None:
         """Before the first request under new weights."""
@@ -218,7 +232,8 @@ class VLLMGenerator:
 
     def sleep(self) -> None:
         if self.sleeps:
-            self.llm.sleep(level=2)  # the weights are dropped, too: the next load brings new ones
+            # The weights are dropped, too: the next load brings new ones. Beside adapters, they are kept on the CPU.
+            self.llm.sleep(level=2 if self.model.adapter is None else 1)
             self.asleep = True
 
     def _wake(self, part: str) -> None:
@@ -246,16 +261,12 @@ class ColocatedVLLM(VLLMGenerator):
         self.llm.llm_engine.engine_core._finalizer.detach()  # it would end the training's process group
 
     def _load(self, weights: WeightStream, version: int) -> None:
-        self.handed_over: dict[str, str] = {}
+        self.handed_over = {}
         tensors = weights.tensors()
         with _nothing_left_out():
             stream = _noting_checksums(tensors, self.handed_over) if self.check_weights else tensors
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
             self.llm.apply_model(renew_packed_weights)
-
-    def checksums(self) -> dict[str, str]:
-        """The checksum of each weight as vLLM was handed it."""
-        return self.handed_over
 
     def close(self) -> None:
         """Ends vLLM, but for its process groups: the next one takes them over, since all live in this process's."""
@@ -289,10 +300,11 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
 
     envs.disable_envs_cache()  # of the environment that an earlier vLLM in this process had
     _forget_left_groups()
+    # Without adapters, the first sync brings the weights; a missing weight would show at once.
+    own = {"load_format": "dummy"} if model.adapter is None else adapter_options(model.adapter)
     return LLM(
         model.path,
         dtype=str(model.dtype).removeprefix("torch."),
-        load_format="dummy",  # the first sync brings the weights; a missing weight would show at once
         max_model_len=max_sequence_tokens,
         max_num_seqs=config.batch_size,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
@@ -302,7 +314,7 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
         # vLLM's processor of images, which it tries at its start, needs the tokenizer, too.
         skip_tokenizer_init=not (config.stop or config.structured) and image_family(model.path) is None,
         **{"enable_prefix_caching": True} | device_options(config.vllm, model.device.type == "cpu"),
-        **options,
+        **options | own,
     )
 
 

@@ -56,16 +56,17 @@ def vllm_requests(
     ]
 
 
-def outputs_of(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+def outputs_of(llm: Any, prompts: Sequence[Any], params: Sequence[Any], adapter: Any = None) -> list[Any]:
     """vLLM's outputs in the order of the prompts.
 
     Args:
         llm: vLLM's ``LLM``.
         prompts: of `vllm_requests`.
         params: of each prompt.
+        adapter: vLLM's request for adapters; None: without.
     """
     if not any("type" in prompt for prompt in prompts):
-        return llm.generate(prompts, params, use_tqdm=False)
+        return llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
     # `generate` would leave out the images of a prompt that is processed already. The engine takes it.
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind

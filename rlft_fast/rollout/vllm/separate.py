@@ -34,14 +34,14 @@ class SeparateVLLM(VLLMGenerator):
         with environment(_process_environment(world, config.vllm, self.backend)):
             from vllm.config import WeightTransferConfig
 
+            transfer = WeightTransferConfig(backend=BACKEND if self.is_socket else self.backend)
             self.llm = start_llm(
-                model, config, max_sequence_tokens,
-                weight_transfer_config=WeightTransferConfig(backend=BACKEND if self.is_socket else self.backend),
+                model, config, max_sequence_tokens, weight_transfer_config=None if model.adapter else transfer,
                 enable_sleep_mode=self.sleeps, worker_extension_cls="rlft_fast.rollout.vllm.worker.WorkerExtension",
             )  # fmt: skip
         _raise_when_it_dies(self.llm.llm_engine.engine_core)
         self.client = _Client(self.llm)
-        if self.is_socket:
+        if self.is_socket and not model.adapter:
             self.client.init_weight_transfer_engine({"check": self.check_weights})
         self.trainer: Any = None
 
@@ -65,7 +65,9 @@ class SeparateVLLM(VLLMGenerator):
         assert self.llm.get_weight_version() == str(version)
 
     def checksums(self) -> dict[str, str]:
-        """The checksum of each weight as vLLM received it."""
+        """The checksum of each weight as vLLM received it; of adapters, as vLLM was handed them."""
+        if self.model.adapter is not None:
+            return super().checksums()
         return self.llm.collective_rpc("received_checksums")[0]
 
     def close(self) -> None:

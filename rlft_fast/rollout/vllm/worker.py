@@ -95,6 +95,7 @@ class WorkerExtension:
 
     weight_transfer_engine: SocketWorker
     vllm_config: Any
+    model_runner: Any
 
     def facts(self) -> dict[str, Any]:
         """What a run checks before it uses the server."""
@@ -118,6 +119,12 @@ class WorkerExtension:
             if (info := get_layerwise_info(layer)).can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
+
+    def unused_adapters(self, number: int) -> list[str]:
+        """Names of the layers of an adapter that the model has no place for: vLLM (0.32) leaves them out."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = manager.get_adapter(number)
+        return [*adapter.loras.keys() - manager.modules.keys()]
 
     def received_checksums(self) -> dict[str, str]:
         return self.weight_transfer_engine.checksums

@@ -378,6 +378,74 @@ def test_weights_in_fp8_are_those_of_now(process, tmp_path):
     run_distributed(fp8, 1, folder, process)
 
 
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+LORA = {"rank": 4, "alpha": 8}
+
+
+def adapted(rank: int, path: Path, process: str) -> None:
+    """vLLM gets the bytes of the adapters alone, and has the engine's probabilities after each update and a restart."""
+    torch.set_num_threads(1)
+    is_alone = dist.get_world_size() == 1
+    share = PROMPTS if is_alone else [PROMPTS[:4], PROMPTS[4:]][rank]
+    engine = make_engine(path, lora=LORA)
+    rollout = make_rollout(engine, process=process, adapter=True, check_weights=not is_alone)
+    numels = [p.numel() for name, p in engine.model.named_parameters() if "lora_" in name]
+    for seed in range(3):
+        rollout.sync()
+        assert rollout.sync_bytes == 4 * sum(numels)
+        groups = sample(rollout, share)
+        batch = check_logprobs(engine, share, groups)[0]
+        update(engine, seed)
+        assert (engine.infer(batch, ("logprob",))["logprob"] - batch.rollout_logprob_T).abs().max() > 0.01
+    rollout.sync()
+    check_supports(engine, rollout, share)
+    groups = sample(rollout, share)
+    if process == "separate":
+        kill_generator()
+    else:
+        del rollout.generator.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    assert sample(rollout, share) == groups
+    assert not [*Path("/dev/shm").glob("rlft_fast_adapter_*")]
+    rollout.close()
+
+
+@pytest.mark.dist
+@needs_vllm
+@pytest.mark.parametrize(("process", "world_size"), [("colocated", 2), ("separate", 1)])
+def test_adapters_in_place_of_merged_weights(process, world_size, tmp_path):
+    run_distributed(adapted, world_size, save_tiny_model("qwen2-tied", tmp_path / "tied", **HEADS), process)
+
+
+def adapted_run(rank: int, model: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    vllm = {
+        "backend": "vllm", "vllm": SMALL | {"adapter": True}, "prompts_per_step": 4, "samples_per_prompt": 8,
+        "max_prompt_tokens": 8, "max_new_tokens": 6,
+    }  # fmt: skip
+    for steps in (8, 16):
+        changes = {"actor__lora": LORA, "actor__optimizer__learning_rate": 3e-2}
+        train(toy_config(model, folder, steps=steps, rollout=vllm, **changes), resume=steps > 8)
+        if steps == 8:
+            leave_process_group()
+
+
+@pytest.mark.dist
+@needs_vllm
+def test_a_run_learns_with_adapters_in_vllm(tmp_path):
+    """Also after it has gone on from a checkpoint."""
+    model = save_tiny_model("llama", tmp_path / "model", **HEADS)
+    toy_config(model, tmp_path)  # writes the data
+    run_distributed(adapted_run, 1, model, tmp_path)
+    rows = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [*range(1, 17)]
+    rewards = [row["reward_mean"] for row in rows]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
+    assert max(row["mismatch_max"] for row in rows if row["taught_share"]) < 1e-3
+    assert {row["sync_mib"] for row in rows} == {rows[0]["sync_mib"]}
+    assert rows[0]["sync_mib"] < 0.2
+
+
 # ---- in a run -------------------------------------------------------------------------------------------------------
 
 
