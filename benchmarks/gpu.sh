@@ -4,7 +4,8 @@
 #   benchmarks/gpu.sh PART [OUTPUT_FOLDER]     PART is 1 to 7, or all
 #
 #   1  build; the numbers of the head's kernels; utilisation of train_step at 1.5B, compiled, and its kernels by category
-#   2  utilisation of train_step at all models, compiled and eager; at 1.5B with the compiled head and larger micro-batches
+#   2  utilisation of train_step at all models, compiled and eager; at 1.5B with the compiled head, larger micro-batches,
+#      and in float8 where torchao is installed
 #   3  the demo's seconds per step by phase, with transformers and, where it is installed, with vLLM
 #   4  linear_logprob at Qwen3-8B's shape, beside its peers
 #   5  the epilogues of Triton's GEMMs at all shapes; the same as part 4 at a small and at Gemma's shape
@@ -36,7 +37,7 @@ if [[ $part == all ]]; then
   exit $status
 fi
 if [[ ! $part =~ ^[1-7]$ ]]; then
-  sed -n '2,21s/^# \?//p' "$0"
+  sed -n '2,22s/^# \?//p' "$0"
   exit 2
 fi
 
@@ -114,6 +115,11 @@ case $part in
     utilisation 250 --shapes $engine_shapes --compile 1 0
     utilisation 110 --shapes "$first" --compile 1 --max-tokens 16384 --name engine-gpu-16384
     utilisation 110 --shapes "$first" --compile 1 --backend native --name engine-gpu-native
+    if $python -c 'import torchao' 2>"$folder/missing.log"; then
+      utilisation 110 --shapes "$first" --compile 1 --float8 rowwise_with_gw_hp --name engine-gpu-float8
+    else
+      echo "== float8 is left out: $(tail -n 1 "$folder/missing.log")"
+    fi
     ;;
   3)
     demo hf 230

@@ -32,6 +32,7 @@ from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine, model_flops, peak_flops
 from rlft_fast.engine.memory.engine import USABLE, plan_engine_memory
 from rlft_fast.engine.optimizer import build_optimizer, named_parameters
+from rlft_fast.engine.sharding import multiply_in_float8
 from rlft_fast.engine.sharding.build import build_model, shard
 from rlft_fast.engine.sharding.mesh import device_memory
 from rlft_fast.models.weights import materialize
@@ -64,6 +65,7 @@ class RandomEngine(FSDPEngine):
 
     def initialize(self) -> RandomEngine:
         self.model = build_model(self.path, self.config, self.head, trains=True)
+        multiply_in_float8(self.model, self.config, self.device)
         shard(self.model, self.config, self.world)
         materialize(self.model, self.device)
         for parameter in self.model.parameters():
@@ -107,11 +109,13 @@ def random_batch(vocab: int, max_tokens: int) -> Batch:
     return batch.replace(advantage_T=noise[0], old_logprob_T=noise[1] - 12)
 
 
-def measure(shape: str, max_tokens: int, rounds: int, compiled: bool, backend: str) -> dict[str, Any]:
+def measure(
+    shape: str, max_tokens: int, rounds: int, compiled: bool, backend: str, float8: str | None
+) -> dict[str, Any]:  # fmt: skip
     """Measures in a process that has done nothing else."""
     if backend != "auto":
         backends._automatic = lambda *_: backend
-    config = EngineConfig(max_tokens=max_tokens, compute_dtype="bfloat16", compile=compiled)
+    config = EngineConfig(max_tokens=max_tokens, compute_dtype="bfloat16", compile=compiled, float8=float8)
     if shape == "7B":
         config = config.model_copy(update={"activation_checkpointing": "selective"})
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +129,7 @@ def measure(shape: str, max_tokens: int, rounds: int, compiled: bool, backend: s
         synchronise()
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds[2:])
-    flops, peak = model_flops(engine.model).of(batch), peak_flops(DEVICE)
+    flops, peak = model_flops(engine.model).of(batch), None if float8 else peak_flops(DEVICE)  # float8 has two peaks
     return {
         "shape": shape, "compiled": compiled, "layers": f"{num_layers} of {SHAPES[shape][2]}",
         "tokens": batch.num_tokens,
@@ -170,6 +174,7 @@ def main() -> int:
         "--compile", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="blocks as they are, compiled"
     )
     parser.add_argument("--backend", choices=("auto", "native", "triton"), default="auto", help="of the head's kernels")
+    parser.add_argument("--float8", help="recipe of the layers' products (default: bfloat16)")
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--name", default="engine-gpu", help="of the two files in the output (default: engine-gpu)")
@@ -180,13 +185,15 @@ def main() -> int:
         # A process of its own leaves no memory, no process group and no compiled graph to the next variant.
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             try:
-                done = pool.submit(measure, shape, args.max_tokens, args.rounds, bool(compiled), args.backend)
+                variant = (bool(compiled), args.backend, args.float8)
+                done = pool.submit(measure, shape, args.max_tokens, args.rounds, *variant)
                 results.append(done.result())
             except Exception as error:
                 results.append({"shape": shape, "compiled": bool(compiled), "failed": reason(error)})
         write(results, args.output / args.name)
     print(args.output.joinpath(f"{args.name}.md").read_text())
-    low = [shape for shape in MIN_MFU_FROM if shape in args.shapes and best_mfu(results, shape) < MIN_MFU]
+    bars = () if args.float8 else MIN_MFU_FROM
+    low = [shape for shape in bars if shape in args.shapes and best_mfu(results, shape) < MIN_MFU]
     if low:
         print(f"below {MIN_MFU:.0%} MFU: {', '.join(low)}")
     return 1 if low or any("failed" in r for r in results) else 0

@@ -26,14 +26,12 @@ from tests.support.tiny_models import VOCAB_SIZE
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 TORCHAO = find_spec("torchao")
-with_torchao = [pytest.mark.peers, pytest.mark.skipif(TORCHAO is None, reason="no torchao: make test-peers")]
+needs_torchao = pytest.mark.skipif(TORCHAO is None, reason="no torchao: make test-peers")
 emulated = pytest.mark.filterwarnings("ignore:float8 is emulated on a CPU")
 
 
 def peers(test: Any) -> Any:
-    for mark in (*with_torchao, emulated):
-        test = mark(test)
-    return test
+    return pytest.mark.peers(needs_torchao(emulated(test)))
 
 
 def float8_engine(path: Path, recipe: str | None = "rowwise", **options: Any) -> FSDPEngine:
@@ -233,7 +231,7 @@ def plain_results(path: Path, batch: Any, recipe: str | None) -> tuple[Tensor, d
 
 def errors(found: tuple[Tensor, dict[str, Tensor]], truth: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
     """Root mean square of the log-probabilities' error, and the gradients' error as a share of their norm."""
-    apart = [(found[1][name].double() - x, x) for name, x in truth[1].items()]
+    apart = [(found[1][name].cpu().double() - x, x) for name, x in truth[1].items()]
     share = sum(x.square().sum() for x, _ in apart) / sum(x.square().sum() for _, x in apart)
     return torch.stack([(found[0].double() - truth[0]).square().mean(), share]).sqrt()
 
@@ -251,9 +249,7 @@ def llama(tmp_path_factory) -> Path:
     return folder
 
 
-@peers
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_errors_are_those_of_the_format(recipe, llama):
+def check_errors(recipe: str, llama: Path) -> None:
     """Against float64, no larger than those of products whose operands are off by the unit roundoff at random."""
     batch = random_batch(24)
     truth = plain_results(llama, batch, None)
@@ -266,6 +262,20 @@ def test_errors_are_those_of_the_format(recipe, llama):
     # Rounding to nearest is off by 0.74 times as much. bfloat16 alone would be off by a 32nd.
     assert (found <= predicted).all(), (found, predicted)
     assert (found >= predicted / 2).all(), (found, predicted)
+
+
+@peers
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_errors_are_those_of_the_format(recipe, llama):
+    check_errors(recipe, llama)
+
+
+@pytest.mark.gpu
+@needs_torchao
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_errors_of_a_gpu(recipe, llama):
+    """Its tensor cores may add with fewer digits, which is less than a rounding to float8."""
+    check_errors(recipe, llama)
 
 
 @peers
