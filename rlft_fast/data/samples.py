@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlft_fast.data.batch import Batch, cat_lists, cat_supports, cumulative, list_lengths, row_letter, token_ranges
+from rlft_fast.data.batch import Batch, cat_lists, cat_pieces, cat_supports, cumulative, list_lengths, row_letter
 from rlft_fast.world import World
 
 _BY_NAME = ("parts", "counts")  # fields with columns by name
@@ -132,10 +132,10 @@ class Samples:
     def select(self, indices: Tensor) -> Self:
         """The samples with these numbers, (N,) int64, in that order."""
         lengths = self.length_B.numpy()
-        index_T = token_ranges(cumulative(lengths)[indices.numpy()], lengths[indices.numpy()])
-        rows = {"T": index_T, "B": indices}
+        starts, own = cumulative(lengths)[indices.numpy()], lengths[indices.numpy()]
         fields: dict[str, Any] = {
-            name: tensor.index_select(0, rows[row_letter(name)]) for name, tensor in self._tensors().items()
+            name: cat_pieces(tensor, starts, own) if row_letter(name) == "T" else tensor.index_select(0, indices)
+            for name, tensor in self._tensors().items()
         }
         fields |= {name: [own[i] for i in indices.tolist()] for name, own in self._lists().items()}
         return self.replace(**fields, **self._each_by_name(lambda column: column[indices]))

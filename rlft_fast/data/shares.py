@@ -58,9 +58,9 @@ def join_outputs(parts: Sequence[Tensor], batch: Batch, plan: MicroBatchPlan) ->
         plan: of this batch.
     """
     values = torch.cat(list(parts))
-    index = torch.from_numpy(plan.indices)
-    if len(values) != batch.num_sequences:
-        index = batch.token_index(plan.indices)
-    joined = torch.empty_like(values)
-    joined[index] = values
-    return joined
+    if len(values) == batch.num_sequences:
+        joined = torch.empty_like(values)
+        joined[torch.from_numpy(plan.indices)] = values
+        return joined
+    pieces = values.split(batch.lengths[plan.indices].tolist())
+    return torch.cat([values[:0], *(pieces[i] for i in plan.indices.argsort().tolist())])

@@ -232,23 +232,25 @@ class Objective:
             )
         batch = self._with_selection(self._with_teacher(batch), seed)
         assert batch.advantage_T is not None
+        if config.high_entropy_share == 1.0 and not self._corrects:
+            return batch
         # A policy loss is proportional to |A|: a factor on A scales it, but not the entropy bonus, penalty or critic.
         return batch.replace(advantage_T=batch.advantage_T * self._weights(batch))
 
     def _with_rewards(self, batch: Batch) -> Batch:
         """Rewards per token and per sequence, both with the divergence where it is penalised in the reward."""
         assert batch.reward_B is not None
-        config, kl_T = self.config, torch.zeros(batch.num_tokens)
+        config, reward_B, kl_T = self.config, batch.reward_B, torch.zeros(batch.num_tokens)
         if config.kl_coef and config.kl_in == "reward":
             assert batch.old_logprob_T is not None
             assert batch.ref_logprob_T is not None
             kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, config.kl_estimator)
+            # Not the sum of reward_T: a sequence without response tokens has a reward, but no token that carries it.
+            kl_B = segment_sum(kl_T.where(batch.loss_mask_T, 0.0), batch.cu_seqlens)
+            reward_B = batch.reward_B - self._kl_coef * kl_B
         reward_T = reward_with_kl(
             batch.reward_B, kl_T, batch.loss_mask_T, batch.cu_seqlens, self._kl_coef, batch.reward_T
         )
-        # Not the sum of reward_T: a sequence without response tokens has a reward, but no token that carries it.
-        kl_B = segment_sum(kl_T.where(batch.loss_mask_T, 0.0), batch.cu_seqlens)
-        reward_B = batch.reward_B - self._kl_coef * kl_B
         return batch.replace(reward_T=reward_T, reward_B=reward_B)
 
     def _with_selection(self, batch: Batch, seed: int) -> Batch:
