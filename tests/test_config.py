@@ -406,6 +406,15 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
             {"rollout.structured": {"regex": {}}, "rollout.backend": "vllm", "rollout.top_k": 5},
             "structured has one of regex",
         ),
+        ({"data": {"task": "chain_sum", "streaming": True}}, "streaming reads files, and a task is made in memory"),
+        (
+            {"data.streaming": True, "data.overlong": "filter"},
+            r"data\.overlong: filter cannot leave any out: set overlong: refuse",
+        ),
+        (
+            {"data": {"path": "x.jsonl", "streaming": True}, "environment": {"name": "games.py:Guess"}},
+            r"environment looks at all rows before the run starts, which data\.streaming leaves out",
+        ),
         ({"rollout.min_p": 0.1}, r"min_p is 0\.1 without a top_k"),
         ({"rollout.top_p": 0.9}, r"top_p is 0\.9 without a top_k"),
         ({"algorithm.advantage": "rloo", "rollout.samples_per_prompt": 1}, "rloo compares samples"),

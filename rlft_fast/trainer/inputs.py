@@ -26,7 +26,7 @@ from rlft_fast.run import dotted, naming_start
 from rlft_fast.trainer.collect import Judge, load_functions
 from rlft_fast.trainer.episodes import EpisodePlayer, environment_names
 from rlft_fast.trainer.learn import Objective, check_teacher, other_tokens
-from rlft_fast.trainer.prompts import ImageReader, Prompts, load_prompts, read_sets
+from rlft_fast.trainer.prompts import ImageReader, Prompts, load_prompts, read_sets, stream_prompts
 from rlft_fast.world import World
 
 
@@ -189,6 +189,8 @@ def load_training(config: Config, tokenizer: PreTrainedTokenizerBase, reader: Im
     Raises:
         ValueError: they cannot be used, see `load_prompts`.
     """
+    if config.data.streaming:
+        return stream_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens)
     return load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens, image_reader=reader)
 
 
@@ -221,7 +223,7 @@ def require_agreement(world: World, what: str, *given: Prompts) -> None:
 
 def check_tokens(key: str, num_embeddings: int, *given: Prompts) -> None:
     """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
-    highest = max(max(ids) for prompts in given for ids in prompts.token_ids)
+    highest = max(prompts.highest_token_id for prompts in given)
     if highest >= num_embeddings:
         raise ValueError(
             f"{key} has embeddings of {num_embeddings} tokens, but the prompts have the token {highest}: the tokenizer "

@@ -171,7 +171,8 @@ def _check_experts(model: RLModel, config: RunConfig) -> None:
 def _described(prompts: Prompts) -> str:
     lengths = [len(ids) for ids in prompts.token_ids]
     overlong = f"; {prompts.overlong}" if prompts.overlong else ""
-    return f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens{overlong}"
+    part = f" (the first {len(lengths)})" if len(lengths) < len(prompts) else ""
+    return f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens{part}{overlong}"
 
 
 def _reward_of_first(inputs: Inputs) -> str:

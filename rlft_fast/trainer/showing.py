@@ -62,7 +62,8 @@ def show_data(config: RunConfig, count: int) -> list[ShownSet]:
     Raises:
         ValueError: the data cannot be used.
     """
-    if config.data.overlong == "refuse":
+    streams = isinstance(config, Config) and config.data.streaming
+    if config.data.overlong == "refuse" and not streams:
         config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "filter"})})
     tokenizer = load_tokenizer(config.model)
     if isinstance(config, TaughtConfig):
@@ -75,12 +76,14 @@ def show_data(config: RunConfig, count: int) -> list[ShownSet]:
 
 
 def _shown_prompts(name: str, prompts: Prompts, count: int) -> ShownSet:
-    first = range(min(count, len(prompts)))
+    first = prompts.select(range(min(count, len(prompts))))
+    pairs = zip(first.token_ids, first.texts, strict=True)
+    shown = range(len(first))
     return ShownSet(
         name=name, lengths=np.array([*map(len, prompts.token_ids)]), num_taught=None, overlong=prompts.overlong,
         left_out=prompts.left_out,
-        sequences=[[ShownSequence("", prompts.token_ids[i], [Part(False, prompts.texts[i])])] for i in first],
-        columns=[{key: values[i] for key, values in prompts.columns.items() if values[i] is not None} for i in first],
+        sequences=[[ShownSequence("", token_ids, [Part(False, text)])] for token_ids, text in pairs],
+        columns=[{key: values[i] for key, values in first.columns.items() if values[i] is not None} for i in shown],
     )  # fmt: skip
 
 

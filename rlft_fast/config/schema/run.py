@@ -31,12 +31,26 @@ class DataConfig(RowsConfig):
     path: MayChange[DataPath | dict[str, DataPath] | None] = None
     """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, hf://OWNER/NAME/SPLIT, or several
     of them by name; null: give a task."""
+    streaming: bool = False
+    """Read a row when a step takes it: for files of JSON lines or parquet that do not fit into memory.
+
+    The first 1000 rows of each file are checked at the start, and the others when they are read."""
     task: str | None = None
     """Name of a reasoning-gym task, instead of a path; null: give a path."""
     task_options: dict[str, Any] = Field(default={})
     """Options of the reasoning-gym task."""
     task_size: Annotated[PositiveInt, Field(le=10_000_000)] = 2000
     """Problems to generate from the reasoning-gym task."""
+
+    @rule
+    def _streams_files(self) -> Iterator[str]:
+        if self.streaming and self.path is None:
+            yield "streaming reads files, and a task is made in memory: leave it out, or give a path"
+        if self.streaming and self.overlong != "refuse":
+            yield (
+                f"streaming numbers the rows before they are read, so data.overlong: {self.overlong} cannot leave any "
+                "out: set overlong: refuse, or leave streaming out"
+            )
 
     @rule
     def _one_source(self) -> Iterator[str]:
@@ -384,6 +398,8 @@ class Config(RunConfig):
                 )
         if not self.environments_by_name:
             return
+        if self.data.streaming:
+            yield "environment looks at all rows before the run starts, which data.streaming leaves out: leave out one"
         if self.data.overlong == "truncate":
             yield "environment begins with the conversation of a row, which data.overlong: truncate would cut: filter"
         if not self.data.chat:

@@ -32,6 +32,7 @@ from rlft_fast.trainer.prompts.loading import (
 )
 from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, with_words, words_of
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
+from rlft_fast.trainer.prompts.streaming import StreamError, stream_prompts
 from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Row",
     "RowSet",
     "Stream",
+    "StreamError",
     "Tokenizer",
     "checksum",
     "conversation_of",
@@ -70,6 +72,7 @@ __all__ = [
     "render",
     "row_images",
     "start_of_texts",
+    "stream_prompts",
     "tools_of",
     "with_words",
     "without_nulls",

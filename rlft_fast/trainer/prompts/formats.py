@@ -67,7 +67,7 @@ def _rows_of_json(text: str, source: str) -> list[Row]:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:  # also of numbers too long and lists too deep
                 raise ValueError(f"{source}, line {number} is not JSON: {error}") from error
-            rows.append(_require_object(row, f"{source}, line {number}"))
+            rows.append(require_object(row, f"{source}, line {number}"))
     return rows
 
 
@@ -76,10 +76,11 @@ def _rows_of_array(text: str, source: str) -> list[Row]:
         elements = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} begins with [ and is not one JSON array: {error}") from error
-    return [_require_object(row, f"{source}, element {i} of the array") for i, row in enumerate(elements)]
+    return [require_object(row, f"{source}, element {i} of the array") for i, row in enumerate(elements)]
 
 
-def _require_object(row: Any, where: str) -> Row:
+def require_object(row: Any, where: str) -> Row:
+    """The row. Raises ValueError, with its place, where it is no JSON object."""
     if not isinstance(row, dict):
         raise ValueError(f"{where} must be a JSON object, got {type(row).__name__}")
     return row
@@ -115,12 +116,17 @@ _FORMATS: dict[str, Callable[[str, str], list[Row]]] = {".csv": _rows_of_csv, ".
 
 
 def _read_parquet(path: Path) -> list[Row]:
+    with parquet_file(path) as file:  # read_table would add columns of folders named as key=value
+        return file.read().to_pylist()
+
+
+def parquet_file(path: Path) -> Any:
+    """pyarrow's ``ParquetFile``. Raises ValueError where pyarrow is missing."""
     try:
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as error:
         raise ValueError("parquet needs `pip install pyarrow`") from error
-    with ParquetFile(path) as file:  # read_table would add columns of folders named as key=value
-        return file.read().to_pylist()
+    return ParquetFile(path)
 
 
 def _read_folder(path: Path) -> list[Row]:

@@ -95,6 +95,11 @@ class Prompts:
             pairs[row] = messages, [message]
         return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
 
+    @property
+    def highest_token_id(self) -> int:
+        """Of all prompts."""
+        return max(max(ids) for ids in self.token_ids)
+
     def order(self, start: int, count: int, seed: int) -> list[int]:
         """Rows of the stream, see `Stream.rows`."""
         return (self.stream or Stream((len(self),))).rows(start, count, seed)
@@ -105,7 +110,7 @@ def _renumbered(values: Mapping[int, T], indices: Sequence[int]) -> dict[int, T]
     return {new: values[i] for new, i in enumerate(indices) if i in values}
 
 
-class _Prompt(NamedTuple):
+class ReadPrompt(NamedTuple):
     """A row as the model reads it."""
 
     row: Row
@@ -133,29 +138,42 @@ def load_prompts(
             too long, unless ``data.overlong`` allows them; rows are named.
     """
     column = prompt_column(config, path)
-    reader = _Reader(config, tokenizer, max_prompt_tokens, column, image_reader)
+    reader = PromptReader(config, tokenizer, max_prompt_tokens, column, image_reader)
     sets = {found.name: reader.read(found) for found in read_sets(config, path, max_rows)}
     read = [prompt for found in sets.values() for prompt in found]
+    prompts = replace(
+        prompts_of(read, column),
+        stream=Stream.of(config, {name: len(found) for name, found in sets.items()}) if path is None else None,
+        overlong=reader.overlong,
+        left_out=reader.left_out,
+    )
+    uses_template = config.chat or any(isinstance(prompt.row[column], list) for prompt in read)
+    template = json.dumps(getattr(tokenizer, "chat_template", None)) if uses_template else ""
+    asked = {column: [without_nulls(prompt.row[column]) for prompt in read]}
+    return replace(prompts, description=_describe(prompts, asked, template))
+
+
+def prompts_of(read: Sequence[ReadPrompt], column: str, names: Iterable[str] = ()) -> Prompts:
+    """The prompts of rows.
+
+    Args:
+        read: by a `PromptReader`.
+        column: with the prompts.
+        names: of columns that other rows have.
+    """
     rows = [prompt.row for prompt in read]
-    others = sorted({key for row in rows for key in row} - {column})
-    prompts = Prompts(
+    others = sorted({key for row in rows for key in row}.union(names) - {column})
+    return Prompts(
         [prompt.read.text for prompt in read],
         [prompt.token_ids for prompt in read],
         {key: [row.get(key) for row in rows] for key in others},
         {i: prompt.read.continued for i, prompt in enumerate(read) if prompt.read.continued},
         {i: prompt.read.conversation for i, prompt in enumerate(read) if prompt.read.conversation is not None},
         {i: prompt.images for i, prompt in enumerate(read) if prompt.images is not None},
-        stream=Stream.of(config, {name: len(found) for name, found in sets.items()}) if path is None else None,
-        overlong=reader.overlong,
-        left_out=reader.left_out,
     )
-    uses_template = config.chat or any(isinstance(row[column], list) for row in rows)
-    template = json.dumps(getattr(tokenizer, "chat_template", None)) if uses_template else ""
-    asked = {column: [without_nulls(row[column]) for row in rows]}
-    return replace(prompts, description=_describe(prompts, asked, template))
 
 
-class _Reader:
+class PromptReader:
     """Makes prompts of rows.
 
     Args:
@@ -177,34 +195,37 @@ class _Reader:
         self.overlong = Overlong()
         self.left_out: list[LeftOut] = []
 
-    def read(self, found: RowSet) -> list[_Prompt]:
+    def read(self, found: RowSet) -> list[ReadPrompt]:
         """The prompts of a set."""
-        _check_rows(found.rows, self.column, found.source, takes_images=self.image_reader is not None)
-        reading = (self._read(i, row, found.source) for i, row in enumerate(found.rows))
+        _check_rows(found, self.column, takes_images=self.image_reader is not None)
+        reading = (self._read(found.number(i), row, found.source) for i, row in enumerate(found.rows))
         prompts = [*encode_rows(self.tokenizer, reading)]
         long = [i for i, prompt in enumerate(prompts) if len(prompt.token_ids) > self.most]
         if not long:
             return prompts
         worst = max(long, key=lambda i: len(prompts[i].token_ids))
         too_long = (
-            f"longer than rollout.max_prompt_tokens={self.most} (row {worst} has {len(prompts[worst].token_ids)} "
-            "tokens): raise it, "
+            f"longer than rollout.max_prompt_tokens={self.most} (row {found.number(worst)} has "
+            f"{len(prompts[worst].token_ids)} tokens): raise it, "
         )
         if self.config.overlong == "refuse":
             raise ValueError(
-                f"{found.source}: {name_rows(long)} are {too_long}or set data.overlong to filter or truncate"
+                f"{found.source}: {name_rows([*map(found.number, long)])} are {too_long}or set data.overlong to filter "
+                "or truncate"
             )
         kept = [self._fitted(prompt) for prompt in prompts]
         num_left_out, num_before = kept.count(None), self.overlong
         self.left_out += [
-            LeftOut(found.source, i, f"{len(prompts[i].token_ids)} tokens") for i in long if kept[i] is None
+            LeftOut(found.source, found.number(i), f"{len(prompts[i].token_ids)} tokens")
+            for i in long
+            if kept[i] is None
         ]
         self.overlong = Overlong(num_before.left_out + num_left_out, num_before.truncated + len(long) - num_left_out)
         if num_left_out == len(kept):
             raise ValueError(f"{found.source}: all rows are {too_long}or leave this set out")
         return [prompt for prompt in kept if prompt is not None]
 
-    def _fitted(self, prompt: _Prompt) -> _Prompt | None:
+    def _fitted(self, prompt: ReadPrompt) -> ReadPrompt | None:
         """The prompt with its last tokens behind the tokenizer's start; None: it cannot be cut."""
         ids, size = prompt.token_ids, len(self.start)
         if len(ids) <= self.most:
@@ -219,7 +240,7 @@ class _Reader:
             return None
         return prompt._replace(read=prompt.read._replace(text=text), token_ids=ids)
 
-    def _read(self, number: int, row: Row, source: str) -> Encoding[_Prompt]:
+    def _read(self, number: int, row: Row, source: str) -> Encoding[ReadPrompt]:
         is_text = isinstance(row[self.column], str) and not self.config.chat
         read = Rendered(row[self.column]) if is_text else self._rendered(number, row, source)
         most = _MOST_CHARACTERS * self.most  # tokenizing megabytes would take minutes
@@ -233,7 +254,7 @@ class _Reader:
         if len(text) > most and images is None:
             text = text[:_MOST_CHARACTERS] + text[-most:]  # with its start; its tokens are too many, too
         ids = yield from _encode(number, text, source, self.start if is_text else [])
-        return _Prompt(row, read, ids, images)
+        return ReadPrompt(row, read, ids, images)
 
     def _with_images(self, number: int, row: Row, text: str, source: str) -> tuple[str, PromptImages | None]:
         """The text with the tokens of a row's images, and the images."""
@@ -289,34 +310,38 @@ def _in_json(value: Any) -> Any:
     return zlib.crc32(value) if isinstance(value, bytes) else type(value).__name__
 
 
-def _check_rows(rows: list[Row], column: str, name: str, *, takes_images: bool) -> None:
+def _check_rows(found: RowSet, column: str, *, takes_images: bool) -> None:
+    rows, name = found.rows, found.source
+
+    def named(places: Iterable[int]) -> str:
+        return name_rows([found.number(i) for i in places])
+
     if empty := [i for i, row in enumerate(rows) if not str(row.get(column) or "").strip()]:
         raise ValueError(
-            f"{name}: {name_rows(empty)} have no {column!r}; its columns are {sorted(rows[0])}: "
+            f"{name}: {named(empty)} have no {column!r}; its columns are {sorted(rows[0])}: "
             "fill them in, or set data.prompt_column"
         )
     if other := [i for i, row in enumerate(rows) if not _is_prompt(row[column])]:
         raise ValueError(
-            f"{name}: {name_rows(other)} have a {column!r} that is neither a text nor a list of messages with role "
+            f"{name}: {named(other)} have a {column!r} that is neither a text nor a list of messages with role "
             f"and content or tool_calls, for example {brief(repr(rows[other[0]][column]))}"
         )
     known = (column, *(COLUMNS if takes_images else ()))
-    in_prompts = {
-        i: found for i, row in enumerate(rows) if (found := find_media(row[column], takes_images=takes_images))
-    }
-    beside = {i: found for i, row in enumerate(rows) if (found := _first_media(_filled(row, but=known)))}
+    in_prompts = {i: kind for i, row in enumerate(rows) if (kind := find_media(row[column], takes_images=takes_images))}
+    beside = {i: kind for i, row in enumerate(rows) if (kind := _first_media(_filled(row, but=known)))}
     for media, where in ((in_prompts, f"in their {column!r}"), (beside, f"beside their {column!r}")):
         if media:
             first = min(media)
             raise ValueError(
-                f"{name}: {name_rows([*media])} have images, videos or audio {where} (row {first} has "
+                f"{name}: {named(media)} have images, videos or audio {where} (row {found.number(first)} has "
                 f"{media[first]!r}), which do not reach the model: leave these rows out"
             )
     chats = {i: without_nulls(row[column]) for i, row in enumerate(rows) if isinstance(row[column], list)}
     if mistakes := {i: mistake for i, chat in chats.items() if (mistake := find_mistake(chat)) is not None}:
         first = min(mistakes)
         raise ValueError(
-            f"{name}: {name_rows([*mistakes])} have messages in their {column!r} that cannot be used: of row {first}, "
+            f"{name}: {named(mistakes)} have messages in their {column!r} that cannot be used: of row "
+            f"{found.number(first)}, "
             f"{mistakes[first]}"
         )
 

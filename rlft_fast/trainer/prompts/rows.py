@@ -21,6 +21,12 @@ class RowSet(NamedTuple):
     rows: list[Row]
     source: str
     """For messages."""
+    numbers: Sequence[int] | None = None
+    """Of the rows in the source, counted from 0; None: these are its first rows."""
+
+    def number(self, place: int) -> int:
+        """The number in the source of a row of the set."""
+        return place if self.numbers is None else self.numbers[place]
 
 
 def read_sets(config: RowsConfig, held_out: str | None = None, max_rows: int | None = None) -> list[RowSet]:
@@ -45,7 +51,7 @@ def read_sets(config: RowsConfig, held_out: str | None = None, max_rows: int | N
     limits = max_rows if held_out is not None else config.max_rows
     most = limits if isinstance(limits, Mapping) else dict.fromkeys((x.name for x in found), limits)
     found = [x._replace(rows=x.rows[: most.get(x.name)]) for x in found]
-    return found if config.template is None else _with_prompts(found, prompt_column(config, held_out), config.template)
+    return with_prompts(found, prompt_column(config, held_out), config.template)
 
 
 def prompt_column(config: RowsConfig, held_out: str | None = None) -> str:
@@ -53,8 +59,10 @@ def prompt_column(config: RowsConfig, held_out: str | None = None) -> str:
     return config.prompt_column if config.sets or held_out is not None else "question"
 
 
-def _with_prompts(sets: Sequence[RowSet], column: str, template: str) -> list[RowSet]:
-    """The rows with prompts that the template makes of them."""
+def with_prompts(sets: list[RowSet], column: str, template: str | None) -> list[RowSet]:
+    """The rows with prompts that the template makes of them; None: they have prompts."""
+    if template is None:
+        return sets
     render = compile_template(template, "data.template")
     return [found._replace(rows=[*_prompted(found, column, render)]) for found in sets]
 
@@ -65,8 +73,8 @@ def _prompted(found: RowSet, column: str, render: Callable[[Row], str]) -> Itera
             prompt = render(row)
         except Exception as error:  # filters raise any error
             raise ValueError(
-                f"{found.source}: data.template cannot be applied to row {i} (counted from 0): {brief(error)}; its "
-                f"columns are {sorted(row)}"
+                f"{found.source}: data.template cannot be applied to row {found.number(i)} (counted from 0): "
+                f"{brief(error)}; its columns are {sorted(row)}"
             ) from error
         yield row | {column: prompt}
 

@@ -1,0 +1,108 @@
+"""Rows that are read when a step takes them are the rows that are loaded."""
+
+import itertools
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rlft_fast.config import DataConfig
+from rlft_fast.models import load_tokenizer
+from rlft_fast.trainer import train
+from rlft_fast.trainer.prompts import StreamError, load_prompts, stream_prompts
+from tests.trainer.toy import WORDS, comparable, read_lines, toy_config, write_rows
+
+ROWS = [{"prompt": f"{word} {i}", "answer": i} for i, word in zip(range(1600), itertools.cycle(WORDS), strict=False)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return load_tokenizer(tiny_model("llama"))
+
+
+def files(folder):
+    """JSON lines with a mark, empty lines and other line breaks; parquet in groups of 400 rows."""
+    lines = "".join(json.dumps(row) + ("\r\n", "\n\n", "\n")[i % 3] for i, row in enumerate(ROWS))
+    (folder / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "rows.parquet", row_group_size=400)
+    return folder / "rows.jsonl", folder / "rows.parquet"
+
+
+@pytest.mark.parametrize("template", [None, "{{ prompt }}: {{ answer }}"])
+def test_streamed_rows_are_the_loaded_ones(template, tmp_path, tokenizer):
+    """In any order, also of several files with limits and weights, and rows of the same number twice."""
+    lines, parquet = files(tmp_path)
+    options = {"chat": False, "template": template}
+    for given in (
+        {"path": str(lines)}, {"path": str(parquet)},
+        {"path": {"a": str(parquet), "b": str(lines)}, "max_rows": {"a": 1100}, "weights": {"a": 1, "b": 2}},
+    ):  # fmt: skip
+        config = DataConfig(**given, **options)
+        loaded = load_prompts(config, tokenizer, 64)
+        streamed = stream_prompts(config.model_copy(update={"streaming": True}), tokenizer, 64)
+        assert len(streamed) == len(loaded)
+        assert len(streamed.texts) < len(loaded)
+        order = loaded.order(3, 90, 7)
+        assert streamed.order(3, 90, 7) == order
+        for rows in (order, [*order[:5], order[2], 0, len(loaded) - 1]):
+            assert streamed.select(rows) == loaded.select(rows)
+
+
+def test_a_run_that_streams_is_the_run_that_loads(tmp_path, tiny_model):
+    """Bit for bit, also where it goes on from a checkpoint. It reads the rows of its steps alone."""
+    lines, _ = files(tmp_path)
+    broken = lines.with_name("broken.jsonl")
+    given = {"data__path": str(broken), "rollout__max_prompt_tokens": 16, "checkpoint__every": 1, "steps": 2}
+    model = tiny_model("llama")
+    content = lines.read_bytes()
+    broken.write_bytes(content)
+
+    def run(name: str, **changes):
+        config = toy_config(model, tmp_path, output_dir=str(tmp_path / name), **given | changes)
+        train(config, resume=config.steps == 2 and name == "cut")
+
+    run("loaded")
+    run("cut", data__streaming=True, steps=1)
+    run("cut", data__streaming=True)
+    assert comparable(tmp_path / "cut") == comparable(tmp_path / "loaded")
+    assert read_lines(tmp_path / "cut/samples.jsonl") == read_lines(tmp_path / "loaded/samples.jsonl")
+    taken = {line["prompt"] for line in read_lines(tmp_path / "cut/samples.jsonl")}
+    late = [row["prompt"] for row in ROWS[1000:] if row["prompt"] in taken]
+    assert late  # rows that the start has not read
+    broken.write_bytes(content.replace(json.dumps(late[0]).encode(), b"x" * len(json.dumps(late[0]))))
+    number = next(row["answer"] for row in ROWS if row["prompt"] == late[0])
+    with pytest.raises(StreamError, match=rf"broken\.jsonl: row {number} \(counted from 0\) is not JSON"):
+        run("wrong", data__streaming=True)
+
+
+def test_rows_and_files_that_cannot_be_used(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+
+    def stream(rows, **options):
+        write_rows(path, rows)
+        return stream_prompts(DataConfig(path=str(path), streaming=True, chat=False, **options), tokenizer, 64)
+
+    late = [{"prompt": "sun"}] * 1200
+    for row, words in (
+        ({"question": "moon"}, r"rows 1200 \(counted from 0\) have no 'prompt'"),
+        ({"prompt": "moon" * 100}, r"rows 1200 .* are longer than rollout\.max_prompt_tokens=64 \(row 1200 has"),
+        ([], "row 1200 .* must be a JSON object, got list"),
+    ):
+        streamed = stream([*late, row, {"prompt": "rain"}])
+        assert streamed.select([1201]).texts == ["rain"]
+        with pytest.raises(StreamError, match=words):
+            streamed.select([1201, 1200])
+    with pytest.raises(ValueError, match=r"row 2 .* must be a JSON object"):  # among the first, which are checked
+        stream([*late[:2], 7])
+    streamed = stream(late)
+    write_rows(path, late[1:])
+    with pytest.raises(StreamError, match="has changed since the run started: put the file back"):
+        streamed.select([1100])
+    for name, content, words in (
+        ("a.json", "[]", "it is a JSON array: write each row"), ("a.csv", "prompt\nsun\n", "leave data.streaming out"),
+        ("b.jsonl", "\n", "holds no rows"), ("b.parquet", "no parquet", "cannot stream the data .*b.parquet"),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=words):
+            stream_prompts(DataConfig(path=str(tmp_path / name), streaming=True), tokenizer, 64)
