@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import DataConfig
-from rlft_fast.errors import RunError, brief
+from rlft_fast.errors import RunError, StepError, brief
 from rlft_fast.trainer.prompts.formats import Row, parquet_file, require_object
 from rlft_fast.trainer.prompts.loading import PromptReader, Prompts, ReadPrompt, checksum, prompts_of
 from rlft_fast.trainer.prompts.rows import RowSet, Stream, prompt_column, with_prompts
@@ -28,8 +28,10 @@ _NUM_CHECKED = 1000  # rows of each set that are checked before the run starts
 _BOM = b"\xef\xbb\xbf"
 
 
-class StreamError(RunError):
+class StreamError(StepError, RunError):
     """A row of a file that is streamed cannot be used."""
+
+    part = "data"
 
 
 @dataclass(frozen=True, slots=True)

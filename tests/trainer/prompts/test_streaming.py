@@ -29,19 +29,18 @@ def files(folder):
     return folder / "rows.jsonl", folder / "rows.parquet"
 
 
-@pytest.mark.parametrize("template", [None, "{{ prompt }}: {{ answer }}"])
-def test_streamed_rows_are_the_loaded_ones(template, tmp_path, tokenizer):
+def test_streamed_rows_are_the_loaded_ones(tmp_path, tokenizer):
     """In any order, also of several files with limits and weights, and rows of the same number twice."""
     lines, parquet = files(tmp_path)
-    options = {"chat": False, "template": template}
     for given in (
-        {"path": str(lines)}, {"path": str(parquet)},
+        {"path": str(lines)}, {"path": str(parquet), "template": "{{ prompt }}: {{ answer }}"},
         {"path": {"a": str(parquet), "b": str(lines)}, "max_rows": {"a": 1100}, "weights": {"a": 1, "b": 2}},
     ):  # fmt: skip
-        config = DataConfig(**given, **options)
+        config = DataConfig(**given, chat=False)
         loaded = load_prompts(config, tokenizer, 64)
         streamed = stream_prompts(config.model_copy(update={"streaming": True}), tokenizer, 64)
         assert len(streamed) == len(loaded)
+        assert streamed.description == stream_prompts(config, tokenizer, 64).description
         assert len(streamed.texts) < len(loaded)
         order = loaded.order(3, 90, 7)
         assert streamed.order(3, 90, 7) == order
@@ -50,30 +49,29 @@ def test_streamed_rows_are_the_loaded_ones(template, tmp_path, tokenizer):
 
 
 def test_a_run_that_streams_is_the_run_that_loads(tmp_path, tiny_model):
-    """Bit for bit, also where it goes on from a checkpoint. It reads the rows of its steps alone."""
-    lines, _ = files(tmp_path)
-    broken = lines.with_name("broken.jsonl")
-    given = {"data__path": str(broken), "rollout__max_prompt_tokens": 16, "checkpoint__every": 1, "steps": 2}
-    model = tiny_model("llama")
-    content = lines.read_bytes()
-    broken.write_bytes(content)
+    """Bit for bit, also where a row that cannot be used ends it, and it goes on when the row is corrected."""
+    path, _ = files(tmp_path)
+    content, model = path.read_bytes(), tiny_model("llama")
+    given = {"data__path": str(path), "rollout__max_prompt_tokens": 16, "steps": 2}
 
-    def run(name: str, **changes):
+    def run(name: str, *, resume: bool = False, **changes):
         config = toy_config(model, tmp_path, output_dir=str(tmp_path / name), **given | changes)
-        train(config, resume=config.steps == 2 and name == "cut")
+        train(config, resume=resume, force=resume)
 
     run("loaded")
-    run("cut", data__streaming=True, steps=1)
-    run("cut", data__streaming=True)
-    assert comparable(tmp_path / "cut") == comparable(tmp_path / "loaded")
-    assert read_lines(tmp_path / "cut/samples.jsonl") == read_lines(tmp_path / "loaded/samples.jsonl")
-    taken = {line["prompt"] for line in read_lines(tmp_path / "cut/samples.jsonl")}
-    late = [row["prompt"] for row in ROWS[1000:] if row["prompt"] in taken]
-    assert late  # rows that the start has not read
-    broken.write_bytes(content.replace(json.dumps(late[0]).encode(), b"x" * len(json.dumps(late[0]))))
-    number = next(row["answer"] for row in ROWS if row["prompt"] == late[0])
-    with pytest.raises(StreamError, match=rf"broken\.jsonl: row {number} \(counted from 0\) is not JSON"):
-        run("wrong", data__streaming=True)
+    samples = read_lines(tmp_path / "loaded/samples.jsonl")
+    late = {line["prompt"] for line in samples if line["step"] == 2 and int(line["prompt"].split()[1]) >= 1000}
+    prompt = min(late)  # of a row that the start does not read
+    word = json.dumps(prompt).encode()
+    path.write_bytes(content.replace(word, b"x" * len(word)))
+    number = prompt.split()[1]
+    with pytest.raises(StreamError, match=rf"rows\.jsonl: row {number} \(counted from 0\) is not JSON"):
+        run("streamed", data__streaming=True)
+    assert len(read_lines(tmp_path / "streamed/metrics.jsonl")) == 1
+    path.write_bytes(content)
+    run("streamed", resume=True, data__streaming=True)
+    assert comparable(tmp_path / "streamed") == comparable(tmp_path / "loaded")
+    assert read_lines(tmp_path / "streamed/samples.jsonl") == samples
 
 
 def test_rows_and_files_that_cannot_be_used(tmp_path, tokenizer):
