@@ -207,9 +207,9 @@ class Collector:
         try:
             with self.phases.timed("generate"):
                 answers = own_samples(rollout, self.world, prompts, params, seeds, self.player)
-            self.phases.busy("generate", rollout.seconds if self.player is None else self.player.generate_seconds)
+            self.phases.busy("generate", rollout.seconds if self.player is None else self.player.seconds.generate)
             if self.player is not None:
-                self.phases.within("environment", self.player.environment_seconds)
+                self.phases.within("environment", self.player.seconds.environment)
             return answers
         except NonFiniteLogitsError as error:
             if steps := rollout.weight_version - 1:

@@ -2,6 +2,7 @@
 
 import base64
 import re
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,15 @@ class _Said(NamedTuple):
     read: Parsed
 
 
+class Seconds(threading.local):
+    """Time of a call [s]. Each thread has numbers of its own."""
+
+    generate = 0.0
+    """In which this rank's generator worked."""
+    environment = 0.0
+    """In which this rank waited for environments."""
+
+
 class EpisodePlayer:
     """Plays the episodes of a run.
 
@@ -73,8 +83,7 @@ class EpisodePlayer:
             the same again. Otherwise an episode goes on as soon as its environment has answered.
 
     Attributes:
-        generate_seconds: time in which this rank's generator worked in the last call of `samples` [s].
-        environment_seconds: time in which this rank waited for environments in that call [s].
+        seconds: of the last call of `samples` in the thread that reads them.
 
     Raises:
         ValueError: an environment cannot be used, or the chat template does not tell what follows a reply.
@@ -100,7 +109,7 @@ class EpisodePlayer:
         except BaseException:
             self.pool.close()
             raise
-        self.generate_seconds = self.environment_seconds = 0.0
+        self.seconds = Seconds()
 
     def prepare(self, prompts: Prompts, max_prompt_tokens: int) -> Prompts:
         """The prompts with the tools, up to the end of their last words: an episode begins with what follows them.
@@ -166,7 +175,7 @@ class EpisodePlayer:
             RequestError: the generator refuses a request.
             RolloutError: the generator failed.
         """
-        self.generate_seconds = self.environment_seconds = 0.0
+        self.seconds.generate = self.seconds.environment = 0.0
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
         images = world.together(prompts.load_images, ImageError) or [None] * len(prompts)
         episodes = world.together(partial(self._begin, prompts, images, params, seeds), Exception)
@@ -175,7 +184,7 @@ class EpisodePlayer:
             while world.any_rank(any(episode.running for episode in episodes)):
                 ready = [episode for episode in episodes if episode.running and episode.number not in said]
                 answers = rollout.answer([self._request(episode) for episode in ready], params)
-                self.generate_seconds += rollout.seconds
+                self.seconds.generate += rollout.seconds
                 replies = world.together(partial(without_refusals, answers), RequestError)
                 world.together(partial(self._turn, ready, replies, steps, said), Exception)
         world.together(partial(self._end, episodes), Exception)
@@ -444,7 +453,7 @@ class EpisodePlayer:
         started = time.perf_counter()
         with SPANS.noted("environment"):
             answers = call()
-        self.environment_seconds += time.perf_counter() - started
+        self.seconds.environment += time.perf_counter() - started
         return answers
 
     def _take_end(self, episode: Episode, answer: Mapping[str, Any] | Failed | None) -> None:

@@ -3,15 +3,17 @@
 import json
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from rlft_fast.config import DataConfig, EnvironmentConfig, SFTDataConfig
-from rlft_fast.rollout import Request
+from rlft_fast.rollout import Request, Rollout, SamplingParams
 from rlft_fast.trainer.episodes import environment_names
 from rlft_fast.trainer.prompts import load_prompts, read_sets
 from rlft_fast.trainer.supervised import load_rows
+from rlft_fast.world import World
 from tests.trainer.episodes.scripted import EOT, IM_END, in_turn
 from tests.trainer.toy import write_rows
 
@@ -244,25 +246,44 @@ def test_an_episode_waits_for_its_own_environment_alone(play, tokenizer):
 
     def reply(request: Request) -> list[int]:
         turn = [*request.token_ids].count(tokenizer.convert_tokens_to_ids(IM_END))
-        word = "wait0.8" if "slow" in tokenizer.decode(request.token_ids) and turn < 4 else "hello"
+        word = "wait0.5" if "slow" in tokenizer.decode(request.token_ids) and turn < 3 else "hello"
         return tokenizer.encode(word + IM_END, add_special_tokens=False)
 
     def played(**options) -> tuple[list, list[int]]:
         rows = [{"prompt": "slow"}, {"prompt": "quick"}]
         samples, _, _, generator = play(rows, "Strange", reply, max_turns=3, **options)
         seconds = samples.counts["seconds_environment_calls"].tolist()
-        assert seconds[0] > 0.8 > seconds[1]
+        assert seconds[0] > 0.5
         first = min(generator.episodes)
         seen = sorted((*asked, *ids, seed) for asked, ids, seed in generator.seen)
-        return [seen, samples.token_ids(), samples.parts["environment"].tolist()], [
-            e - first for e in generator.episodes
-        ]
+        found = [seen, samples.token_ids(), samples.parts["environment"].tolist()]
+        return found, [number - first for number in generator.episodes]
 
     together, order = played()
     apart, own_order = played(in_turn=False)
     assert apart == together
     assert order == [0, 1, 0, 1, 0, 1]
     assert own_order == [0, 1, 1, 1, 0, 0]
+
+
+def test_threads_that_play_have_seconds_of_their_own(play, tokenizer):
+    """One thread waits for its environment; the other begins and ends meanwhile."""
+
+    def reply(request: Request) -> list[int]:
+        word = "wait0.4" if "slow" in tokenizer.decode(request.token_ids) else "hello"
+        return tokenizer.encode(word + IM_END, add_special_tokens=False)
+
+    rows = [{"prompt": "slow"}, {"prompt": "quick"}]
+    _, prompts, player, generator = play(rows, "Strange", reply, max_turns=1)
+    rollout = Rollout(lambda: generator, World.current())
+
+    def seconds(row: int) -> float:
+        player.samples(rollout, World.current(), prompts.select([row]), SamplingParams(max_new_tokens=100), [[1]])
+        return player.seconds.environment
+
+    with ThreadPoolExecutor(2) as threads:
+        slow, quick = threads.map(seconds, range(2))
+    assert quick < 0.4 < slow
 
 
 def test_an_environment_may_answer_in_words(play, tokenizer):
