@@ -125,9 +125,7 @@ test-ray: install-vllm install-ray
 	$(PASSED)
 
 # The integrations inside their trainers, our maths beside theirs, float8, trackers, and a store that speaks S3, in an
-# environment that lays theirs over ours.
-# Their wheels bring a package named tests, so that the repository has to come before them. Tests read Trackio's folder,
-# which the last run may have left full.
+# environment that lays theirs over ours. Tests read Trackio's folder, which the last run may have left full.
 test-peers: install-peers
 	rm -rf $(BESIDE)/trackio
 	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(THINNED) -m peers \
@@ -137,12 +135,14 @@ test-peers: install-peers
 
 install-peers: $(BESIDE)/.installed
 
-# deepspeed comes as source and asks for torch, so that ours has to be in sight before.
+# deepspeed comes as source and asks for torch, so that ours has to be in sight before. Wheels bring a package named tests,
+# which new processes would take for ours.
 $(BESIDE)/.installed: requirements-peers.txt Makefile | install
 	$(BIN)/python -m venv --clear $(BESIDE)
 	printf '%s\n' $(CURDIR) "$$($(BIN)/python -c $(SITE))" > "$$($(BESIDE)/bin/python -c $(SITE))/ours.pth"
 	DS_BUILD_OPS=0 $(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --no-build-isolation -r requirements-peers.txt
+	rm -rf "$$($(BESIDE)/bin/python -c $(SITE))/tests"
 	$(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check $(TRACKERS) $(S3)
 	@touch $@
 
@@ -288,7 +288,7 @@ test-wheel: install wheels
 	TORCH_OPTIONS="$(INDEX)" $(BIN)/python -m pytest -v tests/package/wheel.py
 
 # All integrations in their trainers with the wheel instead of the source. The folder that has the wheel comes before the
-# repository, which has the tests. The peers' folder hides the tests from new processes, which only other tests start.
+# repository, which has the tests.
 test-wheel-peers: $(BESIDE)/.installed wheel
 	$(BIN)/python -m venv --clear $(BESIDE)-wheel
 	$(BESIDE)-wheel/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \

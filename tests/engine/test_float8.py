@@ -411,7 +411,7 @@ def compare_with_one_process(rank: int, path: Path, folder: Path) -> None:
     for recipe in RECIPES:
         for num_sequences in (1, 7):  # of one sequence, the second rank has none
             expected = torch.load(folder / f"{recipe} {num_sequences}.pt")
-            for config in ({}, {"reshard_after_forward": False}, {"shard_size": 1}):
+            for config in ({}, {"shard_size": 1}):
                 reference.assert_close(one_step(path, recipe, num_sequences, **config), expected, 1e-5)
 
 
