@@ -251,7 +251,7 @@ def pad_right(batch: Batch) -> tuple[Tensor, Tensor]:
 def plain_model(path: Path, dtype: torch.dtype = torch.float64) -> nn.Module:
     """With the attention written out: Gemma 2 soft-caps its scores."""
     config = json.loads((path / "config.json").read_text())
-    has_experts = any("experts" in key for key in config)
+    has_experts = any("experts" in key for key in config | config.get("text_config", {}))
     experts = {"experts_implementation": "eager"} if has_experts else {}  # the grouped one is float32
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     return auto_class.from_pretrained(path, dtype=dtype, attn_implementation="eager", **experts)

@@ -12,13 +12,13 @@ from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.sharding.build import build_model
 from tests.engine import reference
-from tests.engine.reference import make_engine, near_policy, plain_model, policy_loss, random_batch
+from tests.engine.reference import make_engine, near_policy, plain_model, policy_loss, random_batch, random_image_batch
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 
 COEF = 0.5
-# Packed; more than 256 experts and a dense layer; scores that are no probabilities; padded.
-FAMILIES = ["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe"]
+# Packed; more than 256 experts and a dense layer; scores that are no probabilities; padded; with a vision tower.
+FAMILIES = ["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe", "qwen3-vl-moe"]
 
 
 def balanced(path: Path, **options) -> FSDPEngine:
@@ -145,10 +145,10 @@ def _sequences(batch: Batch) -> list[list[int]]:
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "qwen3.5-moe", "qwen3-vl-moe"])
 def test_a_replay_is_the_model_with_these_experts(name, tiny_model, monkeypatch):
-    path, batch = tiny_model(name), random_batch()
-    engine = make_engine(path, temperature=reference.TEMPERATURE, max_tokens=48)
+    path, batch = tiny_model(name), random_image_batch() if name == "qwen3-vl-moe" else random_batch()
+    engine = make_engine(path, temperature=reference.TEMPERATURE, max_tokens=80 if batch.images else 48)
     batch = batch.replace(routed_experts_TK=random_experts(engine, batch))
     monkeypatch.setattr(reference, "plain_model", lambda *_: forced_model(name, path, batch))
     logprob_T, _ = reference.plain_logprob_and_entropy(path, batch, reference.TEMPERATURE)

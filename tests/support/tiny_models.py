@@ -56,6 +56,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
@@ -187,6 +189,12 @@ VISION_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
         },
     }),
 }  # fmt: skip
+EXPERT_MODELS["qwen3-vl-moe"] = (Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig, _MULTI_MODAL | {
+    "text_config": VISION_MODELS["qwen3-vl"][2]["text_config"] | {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    },
+    "vision_config": VISION_MODELS["qwen3-vl"][2]["vision_config"], "tie_word_embeddings": False,
+})  # fmt: skip
 # The tower takes pictures of 8 x 8 pixels, and Mistral's of any size. LLaVA makes 16 tokens of each, and the others 4.
 _TOWER = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
