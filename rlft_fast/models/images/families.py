@@ -31,6 +31,7 @@ class ImageFamily:
         tower_fields: names of those that the model's ``get_image_features`` takes. Their first dimension joins images.
         patches: the number of patches that ``pixel_values`` must have.
         runs: the lengths of the runs of image tokens, in the order of the images.
+        runs_of_each: the number of runs of each image.
         texts: the text of each image. The last argument is the text of an image token.
         blank: inputs of a blank image.
         options: keywords of the image processor.
@@ -46,11 +47,16 @@ class ImageFamily:
     runs: Callable[[Any, Inputs], list[int]]
     texts: Callable[[Any, Inputs, str], list[str]]
     blank: Callable[[Any], Inputs]
+    runs_of_each: Callable[[Any, Inputs], list[int]]
     options: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     join: Callable[[Any, Sequence[Inputs]], Inputs] = _joined
     placeholder: Callable[[Any], int] = lambda config: config.image_token_id
     sees_ahead: bool = False
+
+
+def _one_each(runs: Callable[[Any, Inputs], list[int]]) -> Callable[[Any, Inputs], list[int]]:
+    return lambda config, inputs: [1 for _ in runs(config, inputs)]
 
 
 def _texts_of(
@@ -78,6 +84,7 @@ _QWEN = ImageFamily(
     tower_fields=("pixel_values", "image_grid_thw"),
     patches=lambda inputs: int(inputs["image_grid_thw"].prod(-1).sum()),
     runs=_qwen_runs,
+    runs_of_each=_one_each(_qwen_runs),
     texts=_texts_of(_qwen_runs),
     blank=_qwen_blank,
 )
@@ -106,6 +113,7 @@ _LLAVA = ImageFamily(
     tower_fields=("pixel_values",),
     patches=lambda inputs: len(inputs["pixel_values"]),
     runs=_llava_runs,
+    runs_of_each=_one_each(_llava_runs),
     texts=_texts_of(_llava_runs),
     blank=lambda config: {"pixel_values": _square(config)},
 )
@@ -126,6 +134,7 @@ _INTERNVL = ImageFamily(
     tower_fields=("pixel_values",),
     patches=lambda inputs: int(inputs["num_patches"].sum()),
     runs=_internvl_runs,
+    runs_of_each=_one_each(_internvl_runs),
     texts=_texts_of(_internvl_runs, "<img>", "</img>"),
     blank=lambda config: {"pixel_values": _square(config), "num_patches": torch.ones(1, dtype=torch.int64)},
 )
@@ -170,6 +179,7 @@ _IDEFICS = ImageFamily(
     tower_fields=("pixel_values",),
     patches=lambda inputs: sum(_idefics_pictures(inputs)),
     runs=lambda config, inputs: [_idefics_length(config, inputs)] * sum(_idefics_pictures(inputs)),
+    runs_of_each=lambda config, inputs: _idefics_pictures(inputs),
     texts=_idefics_texts,
     blank=_idefics_blank,
     options=lambda config: {"return_row_col_info": True},
@@ -222,6 +232,7 @@ _MISTRAL = ImageFamily(
     tower_fields=("pixel_values", "image_sizes"),
     patches=lambda inputs: len(inputs["image_sizes"]),
     runs=_mistral_runs,
+    runs_of_each=lambda config, inputs: [height for height, _ in _mistral_grids(config, inputs)],
     texts=_mistral_texts,
     blank=_mistral_blank,
     options=lambda config: {"patch_size": _mistral_side(config)},
@@ -241,6 +252,7 @@ _GEMMA = ImageFamily(
     tower_fields=("pixel_values",),
     patches=lambda inputs: len(inputs["pixel_values"]),
     runs=_gemma_runs,
+    runs_of_each=_one_each(_gemma_runs),
     texts=_texts_of(_gemma_runs, "\n\n<start_of_image>", "<end_of_image>\n\n"),
     blank=lambda config: {"pixel_values": _square(config)},
     options=lambda config: {"do_pan_and_scan": False},  # as transformers' processor of texts and images has it

@@ -14,8 +14,8 @@ from torch import Tensor
 from rlft_fast.models import image_family
 from rlft_fast.rollout.types import Request, SampledModel
 
-_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Types of models whose inputs and weights vLLM knows by the names that transformers has for them."""
+_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "idefics3", "smolvlm", "mistral3")
+"""Types of models that were compared. LLaVA's tower has other names in vLLM 0.32, and Gemma 3 was not tried."""
 
 
 def why_no_images(path: str, *, served: bool) -> str:
@@ -54,25 +54,61 @@ def prompt_with_images(request: Request, model: SampledModel, version: int) -> A
     found = image_family(model.path)
     assert found is not None
     assert request.images is not None
+    assert request.images.before is None, "episodes with images are refused"
     (family, config), inputs = found, request.images.inputs
-    own = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-    items = MultiModalKwargsItems.from_hf_inputs(own, _fields(own))
-    lengths = family.runs(config, inputs)
-    starts = _run_starts(torch.tensor([*request.token_ids]) == config.image_token_id)[: len(lengths)]
-    places = [PlaceholderRange(offset=start, length=n) for start, n in zip(starts, lengths, strict=True)]
+    own, fields = _items(config, inputs)
+    own = {name: _cast(x, model.dtype) for name, x in own.items()}
+    items = MultiModalKwargsItems.from_hf_inputs(own, fields)
+    is_image = torch.tensor([*request.token_ids]) == config.image_token_id
+    starts, lengths = _run_starts(is_image), family.runs(config, inputs)
+    places, first = [], 0
+    for number in family.runs_of_each(config, inputs):
+        last = first + number - 1
+        begin, end = starts[first], starts[last] + lengths[last]
+        is_embed = is_image[begin:end] if number > 1 else None  # text stands between its runs
+        places.append(PlaceholderRange(offset=begin, length=end - begin, is_embed=is_embed))
+        first += number
     names = [f"{request.images.key}-{number}-{version}" for number in range(len(places))]
     return mm_input([*request.token_ids], items, {"image": names}, {"image": places})
 
 
-def _fields(inputs: Mapping[str, Tensor]) -> dict[str, Any]:
-    """How each input is cut into images."""
+def _cast(x: Tensor | list[Tensor], dtype: torch.dtype) -> Any:
+    if isinstance(x, list):
+        return [_cast(own, dtype) for own in x]
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _items(config: Any, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inputs by vLLM's names, and how each is cut into images."""
     from vllm.multimodal.inputs import MultiModalFieldConfig
 
+    each, cut = MultiModalFieldConfig.batched, MultiModalFieldConfig.flat_from_sizes
+    pixels, kind = inputs["pixel_values"], config.model_type
+    if kind == "mistral3":  # without the padding to one size
+        sizes = inputs["image_sizes"].tolist()
+        own = [x[:, :height, :width] for x, (height, width) in zip(pixels, sizes, strict=True)]
+        return {"pixel_values": own}, {"pixel_values": each("image")}
+    if kind == "internvl":
+        sizes = inputs["num_patches"]
+        return (
+            {"pixel_values": pixels, "image_num_patches": sizes, "image_token_id": torch.tensor(config.image_token_id)},
+            {
+                "pixel_values": cut("image", sizes), "image_num_patches": each("image", keep_on_cpu=True),
+                "image_token_id": MultiModalFieldConfig.shared("image", len(sizes), keep_on_cpu=True),
+            },
+        )  # fmt: skip
+    if kind in ("idefics3", "smolvlm"):
+        sizes, pictures = inputs["rows"] * inputs["cols"] + 1, pixels.squeeze(1)
+        mask = torch.ones(len(pictures), *pictures.shape[-2:], dtype=torch.bool)
+        return (
+            {"pixel_values": pictures, "pixel_attention_mask": mask, "num_patches": sizes},
+            {
+                "pixel_values": cut("image", sizes), "pixel_attention_mask": cut("image", sizes),
+                "num_patches": each("image", keep_on_cpu=True),
+            },
+        )  # fmt: skip
     sizes = inputs["image_grid_thw"].prod(-1)
-    return {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", sizes),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
+    return {**inputs}, {"pixel_values": cut("image", sizes), "image_grid_thw": each("image", keep_on_cpu=True)}
 
 
 def _run_starts(mask: Tensor) -> list[int]:
