@@ -110,11 +110,12 @@ def test_episodes_of_generators(thinking_config):
     check_branches(Path(given.output_dir))
 
 
-def test_episodes_by_vllm_in_workers(config):
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_episodes_by_vllm_in_workers(adapter, config):
     """The driver plays them. A process of an environment that is killed costs its episode, a killed worker none."""
     given = config(
-        rollout__backend="vllm", rollout__vllm=SMALL, environment={"name": f"{ENVIRONMENTS}:Mortal"},
-        cluster={"actor": {"num_workers": 2}},
+        rollout__backend="vllm", rollout__vllm=SMALL | {"adapter": adapter}, cluster={"actor": {"num_workers": 2}},
+        environment={"name": f"{ENVIRONMENTS}:Mortal"}, actor__lora={"rank": 4} if adapter else None,
     )  # fmt: skip
     metrics = Path(given.output_dir) / "metrics.jsonl"
     with begin(given) as run:
@@ -132,6 +133,7 @@ def test_episodes_by_vllm_in_workers(config):
         assert line["ratio_max"] == pytest.approx(1, abs=1e-5)
         assert 0 < line["environment_failed_mean"] == line["stop_died_mean"] <= 0.25
         assert 0 < line["reward_mean"] < 1
+        assert (line["sync_mib"] < 0.2) == adapter
     samples = read_lines(metrics.with_name("samples.jsonl"))
     assert Counter(sample["step"] for sample in samples) == dict.fromkeys((1, 2, 3), 16)
     died = [sample for sample in samples if sample["stop_reason"] == "died"]
