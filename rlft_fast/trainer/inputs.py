@@ -152,8 +152,9 @@ def _columns_of(name: str, configs: Mapping[str, EnvironmentConfig], sets: Seque
 
 def why_no_images_in_episodes(config: Config) -> str:
     """Why nobody may show the policy images in the episodes of a run; empty: they may be shown."""
-    if config.rollout.backend == "vllm":
-        return "vLLM is given no images in episodes: set rollout.backend to hf"
+    served = bool(config.rollout.servers)
+    if config.rollout.backend == "vllm" and (reason := why_no_images(config.model, served=served)):
+        return reason
     found = _blind_parts(config)
     return f"images do not reach {' and '.join(found)}: leave out {'them' if len(found) > 1 else 'it'}" if found else ""
 

@@ -54,21 +54,23 @@ def prompt_with_images(request: Request, model: SampledModel, version: int) -> A
     found = image_family(model.path)
     assert found is not None
     assert request.images is not None
-    assert request.images.before is None, "episodes with images are refused"
-    (family, config), inputs = found, request.images.inputs
-    own, fields = _items(config, inputs)
-    own = {name: _cast(x, model.dtype) for name, x in own.items()}
-    items = MultiModalKwargsItems.from_hf_inputs(own, fields)
+    (family, config), parts = found, request.images.parts
+    given = [_items(config, part.inputs) for part in parts]
+    cast = [{name: _cast(x, model.dtype) for name, x in own.items()} for own, _ in given]
+    every = [MultiModalKwargsItems.from_hf_inputs(own, cut) for own, (_, cut) in zip(cast, given, strict=True)]
+    items = MultiModalKwargsItems({"image": [item for own in every for item in own["image"]]})
     is_image = torch.tensor([*request.token_ids]) == config.image_token_id
-    starts, lengths = _run_starts(is_image), family.runs(config, inputs)
-    places, first = [], 0
-    for number in family.runs_of_each(config, inputs):
-        last = first + number - 1
-        begin, end = starts[first], starts[last] + lengths[last]
-        is_embed = is_image[begin:end] if number > 1 else None  # text stands between its runs
-        places.append(PlaceholderRange(offset=begin, length=end - begin, is_embed=is_embed))
-        first += number
-    names = [f"{request.images.key}-{number}-{version}" for number in range(len(places))]
+    starts, lengths = _run_starts(is_image), [n for part in parts for n in family.runs(config, part.inputs)]
+    places: list[Any] = []
+    names, first = [], 0
+    for part in parts:
+        for number, runs in enumerate(family.runs_of_each(config, part.inputs)):
+            last = first + runs - 1
+            begin, end = starts[first], starts[last] + lengths[last]
+            is_embed = is_image[begin:end] if runs > 1 else None  # text stands between its runs
+            places.append(PlaceholderRange(offset=begin, length=end - begin, is_embed=is_embed))
+            names.append(f"{part.key}-{number}-{version}")
+            first += runs
     return mm_input([*request.token_ids], items, {"image": names}, {"image": places})
 
 

@@ -23,12 +23,13 @@ PARAMS = SamplingParams(n=3, max_new_tokens=7, temperature=0.7)
 
 
 def prompts_with_images(name: str) -> tuple[list[list[int]], list[Images | None]]:
-    """Two images, one, one of other pixels behind the same tokens, and none."""
+    """Two images, one, one of other pixels behind the same tokens, the last again before another one, and none."""
     generator, prompts, images = torch.Generator().manual_seed(0), [], []
-    for row, number in enumerate((2, 1, 1)):
+    for row, number in enumerate((2, 1, 1, 1)):
         inputs, runs = IMAGES.get(name, qwen_images)(number, generator)
-        prompts.append([5, *(t for run in runs for t in [7, *[IMAGE_TOKEN_ID] * run, 8]), 20])
-        images.append(Images(str(row), inputs))
+        before = prompts[2] if row == 3 else [5]  # as in a second turn
+        prompts.append([*before, *(t for run in runs for t in [7, *[IMAGE_TOKEN_ID] * run, 8]), 20])
+        images.append(Images(str(row), inputs, before=images[2] if row == 3 else None))
     return [*prompts, [5, 6, 7]], [*images, None]
 
 
@@ -48,7 +49,7 @@ def sample(name: str, engine: FSDPEngine, rollout: Rollout) -> Batch:
     batch = batch_of(name, rollout.generate(prompts, PARAMS, images=images))
     inferred = engine.infer(batch, ("logprob",))["logprob"]
     torch.testing.assert_close(batch.rollout_logprob_T, inferred, rtol=0, atol=2e-4)
-    others = batch.replace(image_B=torch.tensor([0, 2, 1, -1])[batch.image_B])
+    others = batch.replace(image_B=torch.tensor([0, 2, 1, 3, -1])[batch.image_B])
     swapped = engine.infer(others, ("logprob",))["logprob"]
     assert (swapped - inferred).abs().max() > 0.01  # vLLM has not mixed up images
     return batch.replace(old_logprob_T=inferred, advantage_T=torch.randn(batch.num_tokens))

@@ -1,6 +1,7 @@
 """Runs whose prompts have images."""
 
 import base64
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -13,8 +14,10 @@ from PIL import Image
 from rlft_fast.config import Config
 from rlft_fast.trainer import PPOTrainer, train
 from tests.engine.reference import plain_model
+from tests.rollout.vllm.test_images import save_wide
 from tests.support.machine.distributed import run_distributed
 from tests.support.pictures import asking, picture, plain_processor
+from tests.support.runs.vllm_rollouts import SMALL, needs_vllm
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import comparable, read_lines, toy_config, write_rows
 
@@ -123,6 +126,19 @@ def test_episodes_have_the_log_probabilities_of_plain_transformers(episodes, tmp
     assert max(map(len, experience.taught.pictures)) == 2
     patches = [len(processor.image_processor(part, return_tensors="pt")["pixel_values"]) for part in different.values()]
     assert seen == [sum(patches)]
+
+
+@needs_vllm
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="vLLM's image processors need torchvision")
+def test_vllm_is_shown_the_same(episodes, tmp_path):
+    model = save_wide("qwen2-vl", tmp_path)
+    make = episodes("vllm", model=str(model), steps=1, rollout__backend="vllm", rollout__vllm=SMALL)
+    (model / "generation_config.json").write_text((tmp_path / "model" / "generation_config.json").read_text())
+    train(make)
+    (line,) = (line for line in read_lines(tmp_path / "vllm" / "metrics.jsonl") if "loss" in line)
+    assert line["mismatch_max"] < 1e-4
+    assert line["turns_mean"] > 1
+    assert line["environment_failed_mean"] == 0
 
 
 @pytest.mark.slow
