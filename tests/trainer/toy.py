@@ -137,7 +137,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def comparable(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what depends on the machine: its clock and its memory."""
-    machine = ("time", "seconds", "tokens_per_second", "memory_gib", "idle_share", "tflops", "mfu", "environment_time")
+    """The lines of metrics.jsonl without what depends on the machine, its clock and its memory, or on who samples."""
+    machine = (
+        "time", "seconds", "tokens_per_second", "memory_gib", "idle_share", "tflops", "mfu", "environment_time",
+        "sync_mib",
+    )  # fmt: skip
     rows = read_lines(run / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(machine)} for row in rows]
