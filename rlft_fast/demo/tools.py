@@ -15,7 +15,7 @@ from rlft_fast.config import Config, SFTConfig
 from rlft_fast.demo.smollm2 import smollm2_folder
 from rlft_fast.errors import printable
 
-_STEPS = 12
+_STEPS = 8
 _WARM_UP_STEPS = 10
 _NUM_HELD_OUT = 128
 _NUM_TRACES = 512
