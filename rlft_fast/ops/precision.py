@@ -17,15 +17,18 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["bfloat16_speedup", "has_fast_bfloat16", "sums_in_float32"]
+__all__ = ["bfloat16_speedup", "has_fast_bfloat16", "rounding_speedup", "sums_in_float32"]
 
-# How many times as fast bfloat16 must be. A Xeon measures 2.6 to 3.2, and 0.9 to 1.0 with oneDNN held below AMX.
+# How many times as fast bfloat16 must be. A Xeon with AMX rounds and multiplies float32 operands 2.6 to 3.2 times as
+# fast, and 0.9 to 1.0 times with oneDNN held below AMX. An EPYC with AVX512-BF16 has 1.1, and 2.1 with operands of
+# bfloat16.
 _WORTHWHILE = 1.5
 
 
@@ -100,7 +103,7 @@ def sums_in_float32(operand: Tensor, rounded_to: torch.dtype | None = None) -> A
             inside that asks for all bits of float32.
     """
     kind = (operand.device.type, operand.dtype)
-    if kind == ("cpu", torch.float32) and rounded_to == torch.bfloat16 and has_fast_bfloat16():
+    if kind == ("cpu", torch.float32) and rounded_to == torch.bfloat16 and rounding_speedup() >= _WORTHWHILE:
         return _ROUNDED
     return _EXACT.get(kind) or nullcontext()
 
@@ -109,38 +112,59 @@ def sums_in_float32(operand: Tensor, rounded_to: torch.dtype | None = None) -> A
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this CPU multiplies matrices in bfloat16 much faster than in float32 (AMX)."""
+    """Whether this CPU multiplies bfloat16 matrices much faster than float32 matrices (AMX, AVX512-BF16)."""
     return bfloat16_speedup() >= _WORTHWHILE
+
+
+# Flags of the CPU do not tell: the vendor's library may lack the kernels, or be told not to use them. Without AMX,
+# oneDNN's bfloat16 takes twice as long as MKL's float32 on a Xeon with AVX512-BF16.
 
 
 @functools.cache
 def bfloat16_speedup() -> float:
-    """How many times as fast a GEMM is on this CPU in bfloat16 as in float32, measured once per process in a few ms.
+    """How many times as fast a GEMM of bfloat16 tensors is on this CPU as a GEMM of float32 tensors.
 
-    Flags of the CPU do not tell: the vendor's library may lack the kernels, or be told not to use them. Without AMX,
-    oneDNN's bfloat16 takes twice as long as MKL's float32 on a Xeon with AVX512-BF16. Operands are float32, which the
-    library rounds: its GEMM of bfloat16 tensors is 30 times slower where a CPU has no instructions for it.
+    Measured once per process, in a few ms; in a quarter of a second on a CPU that has no instructions for bfloat16.
     """
-    with ThreadPoolExecutor(1) as other_thread:  # a thread of its own has no autocast, and no mode that records calls
-        return other_thread.submit(_measured_speedup).result()
+    return _beside(partial(_measured_speedup, _Held(_cpu), torch.bfloat16))
 
 
-def _measured_speedup() -> float:
-    """On one thread, in its own seconds: whatever else runs on the machine hardly changes the quotient."""
-    a, b, out = torch.ones(128, 576), torch.ones(576, 576), torch.empty(128, 576)
+@functools.cache
+def rounding_speedup() -> float:
+    """How many times as fast a GEMM of float32 tensors is on this CPU where the library may round them to bfloat16.
+
+    Measured once per process, in a few ms. `sums_in_float32` takes this GEMM, whose result is float32.
+    """
+    return _beside(partial(_measured_speedup, _ROUNDED, torch.float32))
+
+
+def _beside(function: Callable[[], float]) -> float:
+    """Calls in a thread of its own, which has no autocast, and no mode that records calls."""
+    with ThreadPoolExecutor(1) as other_thread:
+        return other_thread.submit(function).result()
+
+
+def _measured_speedup(way: _Held, dtype: torch.dtype) -> float:
+    """On one thread, in its own seconds: whatever else runs on the machine hardly changes the quotient.
+
+    Args:
+        way: of the flags, for the GEMM that is compared with an exact GEMM of float32.
+        dtype: of this GEMM's tensors.
+    """
+    exact = [torch.ones(size) for size in ((128, 576), (576, 576), (128, 576))]
+    other = [matrix.to(dtype) for matrix in exact]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        ways = (_Held(_cpu), _ROUNDED)
-        seconds = [[_seconds(way, lambda: torch.mm(a, b, out=out)) for way in ways] for _ in range(8)]
+        seconds = [(_seconds(_Held(_cpu), *exact), _seconds(way, *other)) for _ in range(8)]
     finally:
         torch.set_num_threads(num_threads)
-    exact, rounded = map(min, zip(*seconds, strict=True))
-    return exact / rounded
+    least = [*map(min, zip(*seconds, strict=True))]
+    return least[0] / least[1]
 
 
-def _seconds(way: _Held, function: Callable[[], object]) -> float:
+def _seconds(way: _Held, a: Tensor, b: Tensor, out: Tensor) -> float:
     with way:
         started = time.thread_time()
-        function()
+        torch.mm(a, b, out=out)
         return time.thread_time() - started

@@ -111,7 +111,7 @@ class ModelConfig(Section):
     micro_batch_size: MayChange[PositiveInt | None] = None
     """Most sequences of a micro-batch, beside max_tokens: the tighter cap counts. null: max_tokens alone."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the forward and backward pass and of gathered weights; auto: bfloat16 on a GPU, and where a CPU has AMX.
+    """Dtype of the forward and backward pass and of gathered weights; auto: bfloat16 on a GPU, and where a CPU is fast.
 
     Optimizer state does not follow it. On a CPU auto is float32, unless param_dtype is bfloat16, float8 is set, or a
     measurement says that bfloat16 is faster and the hidden size is at least 256; not with a cluster. A resumed run

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
-from rlft_fast.ops.precision import bfloat16_speedup
+from rlft_fast.ops.precision import rounding_speedup
 from tests.ops.logprob.problems import INTERPRETED
 from tests.support.gemms import multiplications, profiled_multiplications, requires_mkl
 from tests.support.machine.devices import DEVICES
@@ -105,7 +105,7 @@ def test_gemms(way, dtype, device):
     count, function = WAYS[way]
     # No counter sees the GEMMs inside Triton's kernels, which `auto` takes where they are faster.
     step = partial(function, *problem(device, dtype), backend="native")
-    bfloat16_speedup()  # which multiplies once per process
+    rounding_speedup()  # which multiplies once per process
     assert multiplications(step, device) == count * T * D * V
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, precision, support_logprob
 from rlft_fast.ops.logprob.tiles import multiply
-from rlft_fast.ops.precision import bfloat16_speedup, sums_in_float32
+from rlft_fast.ops.precision import bfloat16_speedup, rounding_speedup, sums_in_float32
 from tests.ops.logprob.problems import gradients, loss_problem, plain_logprob, ppo_clip, run
 
 cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
@@ -191,7 +191,7 @@ def test_the_last_thread_that_leaves_puts_the_flags_back():
 @pytest.fixture
 def _fast_bfloat16(monkeypatch) -> None:
     """On CPUs without it, too: torch's flag changes nothing there."""
-    monkeypatch.setattr(precision, "bfloat16_speedup", lambda: 3.0)
+    monkeypatch.setattr(precision, "rounding_speedup", lambda: 3.0)
 
 
 @pytest.mark.usefixtures("_fast_bfloat16")
@@ -273,23 +273,26 @@ def test_a_thread_that_asks_for_all_bits_has_them():
     assert cpu.fp32_precision == "none"
 
 
-def test_the_measurement_runs_beside_the_calling_thread(monkeypatch):
+@pytest.mark.parametrize("measure", [bfloat16_speedup, rounding_speedup])
+def test_the_measurement_runs_beside_the_calling_thread(measure, monkeypatch):
     """Neither autocast nor a mode of the caller changes it, and it leaves threads and flags as they are."""
     found, measured = [], precision._measured_speedup
 
-    def watched() -> float:
+    def watched(*args) -> float:
         found.append((torch.ones(1).device.type, torch.is_autocast_enabled("cpu")))
-        return measured()
+        return measured(*args)
 
     monkeypatch.setattr(precision, "_measured_speedup", watched)
     before, num_threads = readings(), torch.get_num_threads()
-    bfloat16_speedup.cache_clear()
+    measure.cache_clear()
     with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        speedup = bfloat16_speedup()
+        speedup = measure()
     assert (readings(), torch.get_num_threads()) == (before, num_threads)
     assert found == [("cpu", False)]
-    assert precision.has_fast_bfloat16() == (speedup >= 1.5)
-    bfloat16_speedup.cache_clear()
+    assert speedup > 0
+    if measure is bfloat16_speedup:
+        assert precision.has_fast_bfloat16() == (speedup >= 1.5)
+    measure.cache_clear()
 
 
 @requires_narrow_gemms
