@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
-from rlft_fast.envs.server import FORK, KILL, PID, serve
+from rlft_fast.envs.server import FORK, KILL, MOST_FORKS, PID, serve
 from rlft_fast.isolation import WorkerProcess
 
 _START_S = 120.0  # imports of the environment's module
@@ -81,7 +81,7 @@ class EnvironmentPool:
         self._episodes: dict[int, _Episode] = {}
         self.seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._next = 0
-        self._turn = threading.RLock()  # of the workers, which fork and kill; several threads may play episodes
+        self._turn = threading.RLock()  # to fork, or to replace a worker; several threads may play episodes
         try:
             for name, own in self.classes.items():
                 self._workers[name] = _Worker(own)
@@ -95,8 +95,11 @@ class EnvironmentPool:
         with self._turn:
             numbers = [*range(self._next, self._next + len(names))]
             self._next += len(names)
-            for number, name in zip(numbers, names, strict=True):
-                self._episodes[number] = self._fork(name)
+            for name in dict.fromkeys(names):
+                own = [number for number, other in zip(numbers, names, strict=True) if other == name]
+                for start in range(0, len(own), MOST_FORKS):
+                    some = own[start : start + MOST_FORKS]
+                    self._episodes.update(zip(some, self._fork(name, len(some)), strict=True))
         return numbers
 
     def reset(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
@@ -131,9 +134,7 @@ class EnvironmentPool:
         """
         running = [number for number in numbers if number in self._episodes]
         answers = self._call({number: {"end": True} for number in running}, ("reward",))
-        for number in running:
-            if number in self._episodes:
-                self._kill(number)
+        self._kill([number for number in running if number in self._episodes])
         return answers
 
     def close(self) -> None:
@@ -144,26 +145,31 @@ class EnvironmentPool:
         for name in [*self._workers]:
             self._workers.pop(name).kill()
 
-    def _fork(self, name: str) -> "_Episode":
+    def _fork(self, name: str, count: int) -> "list[_Episode]":
         for _ in range(2):  # the worker may have been killed: a second one is tried
             if name not in self._workers:
                 self._workers[name] = _Worker(self.classes[name])
                 self._workers[name].tools()
             try:
-                return self._workers[name].fork(name)
+                return self._workers[name].fork(name, count)
             except OSError:
                 self._workers.pop(name).kill()
         raise RuntimeError(f"the worker process of the environment {self.classes[name]} ends as soon as it starts")
 
-    def _kill(self, number: int) -> None:
-        with self._turn:
+    def _kill(self, numbers: Sequence[int]) -> None:
+        """Has the processes of episodes killed, and does not wait for their end."""
+        of_worker: defaultdict[_Worker, list[_Episode]] = defaultdict(list)
+        for number in numbers:
             episode = self._episodes.pop(number)
             episode.socket.close()
-            if episode.worker is self._workers.get(episode.name):
-                try:
-                    episode.worker.end(episode.pid)
-                except OSError:  # it was killed; `kill` ends what it has left
-                    self._workers.pop(episode.name).kill()
+            of_worker[episode.worker].append(episode)
+        for worker, episodes in of_worker.items():
+            try:
+                worker.end([episode.pid for episode in episodes])
+            except OSError:  # it was killed; `kill` ends what it has left
+                with self._turn:
+                    if worker is self._workers.get(name := episodes[0].name):
+                        self._workers.pop(name).kill()
 
     def _call(self, asked: Mapping[int, dict[str, Any]], keys: tuple[str, ...]) -> dict[int, Answer]:
         with _Calls(self, keys) as calls:
@@ -181,7 +187,7 @@ class EnvironmentPool:
         """Notes a call's end."""
         self.seconds[number].append(seconds)
         if isinstance(answer, Failed):
-            self._kill(number)
+            self._kill([number])
 
 
 class _Calls:
@@ -345,6 +351,7 @@ class _Worker(WorkerProcess):
         self.kind = kind
         self.control = socket.socket(fileno=socket.dup(self.connection.fileno()))
         self.control.settimeout(_CONTROL_S)
+        self._writing = threading.Lock()  # to `control`
 
     def tools(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools, when the class is loaded; raises ValueError if it cannot be used."""
@@ -358,24 +365,38 @@ class _Worker(WorkerProcess):
             raise ValueError(f"the environment is {self.kind}, which cannot be used: {answer['failure']}")
         return answer["tools"]
 
-    def fork(self, name: str) -> _Episode:
-        """Starts the process of an episode of the class of this name; raises OSError if the worker has ended."""
-        own, other = socket.socketpair()
-        with other:
-            socket.send_fds(self.control, [FORK], [other.fileno()])
-            return _Episode(own, name, self._receive(), self)
+    def fork(self, name: str, count: int) -> list[_Episode]:
+        """Starts the processes of episodes of the class of this name; raises OSError if the worker has ended.
 
-    def end(self, pid: int) -> None:
-        """Kills the process of an episode; raises OSError if the worker has ended."""
-        self.control.sendall(KILL + PID.pack(pid))
-        self._receive()
+        One thread may call it at a time.
+        """
+        with contextlib.ExitStack() as failing:
+            pairs = [socket.socketpair() for _ in range(count)]
+            for own, _ in pairs:
+                failing.enter_context(own)
+            with contextlib.ExitStack() as given:
+                others = [given.enter_context(other).fileno() for _, other in pairs]
+                with self._writing:
+                    socket.send_fds(self.control, [FORK], others)
+            episodes = [_Episode(own, name, _pid_of(own), self) for own, _ in pairs]
+            failing.pop_all()
+        return episodes
 
-    def _receive(self) -> int:
-        data = self.control.recv(PID.size)
-        if len(data) != PID.size:
-            raise ConnectionResetError("the worker has ended")
-        return PID.unpack(data)[0]
+    def end(self, pids: Sequence[int]) -> None:
+        """Has the processes of episodes killed; raises OSError if the worker has ended."""
+        with self._writing:
+            self.control.sendall(b"".join(KILL + PID.pack(pid) for pid in pids))
 
     def kill(self) -> None:
         super().kill()
-        self.control.close()
+        with self._writing:
+            self.control.close()
+
+
+def _pid_of(own: socket.socket) -> int:
+    """What a process says first on its episode's socket."""
+    own.settimeout(_CONTROL_S)
+    data = own.recv(PID.size)
+    if len(data) != PID.size:
+        raise ConnectionResetError("the worker has ended")
+    return PID.unpack(data)[0]

@@ -7,6 +7,7 @@ of imports, and takes milliseconds.
 import asyncio
 import base64
 import contextlib
+import gc
 import io
 import json
 import os
@@ -23,8 +24,11 @@ from rlft_fast.isolation import outlive_requests_to_stop
 from rlft_fast.plugins import load_function
 
 FORK, KILL = b"f", b"k"
-"""What the trainer asks the worker for; the process id follows a kill."""
+"""What the trainer asks the worker for: forks, with the episodes' sockets, or a kill, which a process id follows."""
+MOST_FORKS = 64
+"""Forks that are asked for at once; Linux takes 253 files with a message."""
 PID = struct.Struct("!q")
+"""Of a process of an episode, which says its own first."""
 
 
 def serve(
@@ -50,22 +54,25 @@ def serve(
         control.send_bytes(json.dumps({"failure": f"{type(error).__name__}: {error}"[:2000]}).encode())
         return
     control.send_bytes(json.dumps({"tools": doors.tools}).encode())
+    gc.freeze()  # a collection in an episode's process would copy the memory that it shares
+    ending: list[int] = []  # killed, and not yet known to have ended
     with socket.socket(fileno=os.dup(control.fileno())) as asked:
         control.close()
         while True:
-            what, files, _, _ = socket.recv_fds(asked, 1 + PID.size, 1)
+            what, files, _, _ = socket.recv_fds(asked, len(FORK), MOST_FORKS)
             if not what:
                 return
-            if what[:1] == KILL:
-                _kill(*PID.unpack(what[1:]))
-                asked.sendall(PID.pack(0))
-                continue
-            pid = os.fork()
-            if pid == 0:
-                asked.close()
-                _run(files[0], doors.open, most_characters)
-            os.close(files[0])
-            asked.sendall(PID.pack(pid))
+            if what == KILL:
+                ending += PID.unpack(asked.recv(PID.size, socket.MSG_WAITALL))
+                _kill(ending[-1])
+            while files:
+                if os.fork() == 0:
+                    asked.close()
+                    for other in files[:-1]:  # another episode's, whose end the trainer has to see
+                        os.close(other)
+                    _run(files[-1], doors.open, most_characters)
+                os.close(files.pop())
+            ending = [pid for pid in ending if not _has_ended(pid)]
 
 
 def _find(spec: str | list[str], options: Mapping[str, Any], columns: list[str]) -> Doors:
@@ -75,12 +82,18 @@ def _find(spec: str | list[str], options: Mapping[str, Any], columns: list[str])
 
 
 def _kill(pid: int) -> None:
-    """Ends an episode's process and its group. The process is this worker's child, so its id is not another's yet."""
+    """Ends an episode's process and its group. `_has_ended` was not asked yet, so the id is not another process's."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)
+
+
+def _has_ended(pid: int) -> bool:
+    """Frees the id of a process that has ended."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def _run(file: int, open_door: Callable[[], Door], most_characters: int) -> NoReturn:
@@ -89,6 +102,7 @@ def _run(file: int, open_door: Callable[[], Door], most_characters: int) -> NoRe
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # 64 episodes print at once, and a million lines of one would fill a disk
         os.dup2(null, stream)
+    os.write(file, PID.pack(os.getpid()))
     pid, loop = os.getpid(), asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     own: list[Door] = []

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from benchmarks.step.overlap import Leg, Workload, ideal, run_apart, write_report
+from benchmarks.step.overlap import FIRST_ROW, Leg, Workload, ideal, run_apart, write_report
 from benchmarks.step.slow_tool import SlowTool, draw_of, latency_s
 
 
@@ -50,6 +50,6 @@ def test_a_run():
     leg = run_apart(work, 1)
     assert len(leg.seconds) == len(leg.waited) == 2
     assert min(leg.seconds) > 0.5
-    longest = max(latency_s(draw_of(row, number)) for row in range(4) for number in range(2))
+    longest = max(latency_s(draw_of(row, number)) for row in range(FIRST_ROW, FIRST_ROW + 4) for number in range(2))
     assert max(leg.longest) == longest
     assert sum(leg.waited) > 0.5 * longest

@@ -1,6 +1,7 @@
 """An environment answers within its deadline, and can cost its episode alone."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,36 @@ def test_many_wait_at_once(pool):
     assert time.monotonic() - started < 6  # one after the other would take 12 seconds
 
 
+def test_threads_open_and_end_at_once(pool, monkeypatch):
+    monkeypatch.setattr("rlft_fast.envs.pool.MOST_FORKS", 3)
+    strange = pool("Strange")
+
+    def play(_thread: int) -> list[int]:
+        pids = []
+        for _ in range(2):
+            numbers = strange.open([""] * 4)
+            pids += [strange._episodes[number].pid for number in numbers]
+            strange.reset({number: {} for number in numbers})
+            answers = strange.step({number: says(f"number {number}") for number in numbers})
+            heard = {number: answer["messages"][0]["content"] for number, answer in answers.items()}
+            assert heard == {number: f"heard number {number}" for number in numbers}
+            assert strange.end(numbers) == {number: {"reward": None} for number in numbers}
+        return pids
+
+    with ThreadPoolExecutor(5) as threads:
+        pids = [pid for own in threads.map(play, range(5)) for pid in own]
+    assert len({*pids}) == 5 * 2 * 4
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def test_each_class_has_its_own_limit():
     slow, quick = (EnvironmentClass(f"{HERE}:Strange", {}, ("prompt",), limit, 100) for limit in (20.0, 0.2))
     mixed = EnvironmentPool({"slow": slow, "quick": quick})
@@ -149,8 +180,7 @@ def test_processes_that_an_environment_leaves_end_with_the_pool(pool):
     pid = int(strange.step({number: says("leave a process")})[number]["messages"][0]["content"])
     assert Path(f"/proc/{pid}").exists()
     strange.close()
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not is_running(pid)
     (number,) = strange.open([""])  # a new worker
     assert strange.reset({number: {}}) == {number: {"messages": []}}
 
