@@ -72,6 +72,7 @@ class Run:
         self.recorded = 0.0  # when the last step was recorded, in seconds since the epoch
         self.told_failure: BaseException | None = None
         self.is_hurried = dist.is_torchelastic_launched()  # torchrun kills its processes 30 s after a signal
+        self.is_evaluating = False
 
     def run(self, resume: bool | str = False, *, force: bool = False) -> dict[str, Any]:
         """Trains, evaluates, saves and exports; returns what ``summary.json`` holds. Closes the trainer.
@@ -362,8 +363,15 @@ class Run:
             progress.num_scored = found.num_scored
 
     def _evaluate(self) -> Evaluated:
-        """Evaluates the model, and exports it if it is the best so far."""
-        found, progress = self.trainer.evaluate(), self.progress
+        """Evaluates the model, and exports it if it is the best so far.
+
+        A signal ends the evaluation at once, because nothing is lost: a run that goes on evaluates again.
+        """
+        STOP.can_leave = self.is_evaluating = True
+        try:
+            found, progress = self.trainer.evaluate(), self.progress
+        finally:
+            STOP.can_leave, self.is_evaluating = self.is_hurried, False
         if found.metrics:
             self.log.metrics(progress.step, found.metrics)
         progress.evaluated = progress.step
@@ -422,7 +430,9 @@ class Run:
         if number == signal.SIGHUP:
             _outlive_terminal()
         what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        if not self.is_hurried:
+        if self.is_evaluating:
+            then = "leaving this evaluation, then saving the last step (a run that goes on evaluates again)"
+        elif not self.is_hurried:
             then = "stopping after this step, then saving (Ctrl-C again stops at once)"
         elif STOP.can_leave:
             then = "leaving this step, then saving the last complete one"

@@ -108,6 +108,17 @@ def test_a_signal_before_the_first_step_saves_nothing(tmp_path, capsys):
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_signal_ends_an_evaluation_at_once(step, expected, tmp_path, capsys):
+    with pytest.raises(Interrupted):
+        count(tmp_path, {("evaluate", step): by_signal(signal.SIGTERM)})
+    out = capsys.readouterr().out
+    assert "SIGTERM: leaving this evaluation, then saving the last step (a run that goes on evaluates again)" in out
+    assert f"stopped after step {step}: step {step} is saved" in out
+    assert [row["step"] for row in rows_of(tmp_path) if "accuracy" in row] == [*range(0, step, 2)]
+    assert resumed(tmp_path) == expected
+
+
 def test_a_second_ctrl_c_stops_at_once(expected, tmp_path):
     def twice() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -134,7 +145,7 @@ def test_an_ignored_sighup_is_left_alone(expected, tmp_path):
 @pytest.mark.parametrize(
     ("place", "says", "stopped"),
     [
-        (("evaluate", 0), "SIGTERM: leaving this step, then saving the last complete one", 0),
+        (("evaluate", 0), "SIGTERM: leaving this evaluation, then saving the last step", 0),
         (("train_step", 1), "SIGTERM: leaving this step, then saving the last complete one", 1),
         (("added", 2), "takes longer, the newest checkpoint is missing: none was saved yet", 2),
         (("added", 5), "SIGTERM: finishing this step, which has changed the weights, then saving", 5),

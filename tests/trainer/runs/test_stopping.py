@@ -97,6 +97,14 @@ def test_while_it_samples_the_step_is_left_at_once(model, unstopped, signal_at, 
     assert len(calls) == 8 + 2 * 4 + 1
 
 
+def test_an_evaluation_is_left_at_once(model, unstopped, signal_at, tmp_path, capsys, monkeypatch):
+    """Also where no torchrun would kill the run: the last of its evaluations, which the resumed run makes."""
+    calls = signal_at(HFGenerator, "_generate", 1 + 3 * 4 + 1)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert "stopped after step 3: step 3 is saved" in stop_and_resume(model, tmp_path, unstopped, capsys)
+    assert len(calls) == 1 + 3 * 4 + 1 + 1
+
+
 # ---- real ones ------------------------------------------------------------------------------------------------------
 
 
