@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
         "--output", dest="output_dir", metavar="DIR", type=path, default=None,
         help="folder to write (default: runs/demo, runs/demo-tools or runs/demo-images)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=argparse.SUPPRESS, help="number of steps (default: 28, 12 or 100)")
+    parser.add_argument("--steps", type=int, default=argparse.SUPPRESS, help="number of steps (default: 28, 8 or 100)")
     sums = parser.add_argument_group("of sums")
     sums.add_argument(
         "--rollout", choices=("hf", "vllm"), default=argparse.SUPPRESS, help="generator (default: hf)"

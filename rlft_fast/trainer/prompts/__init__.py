@@ -33,7 +33,7 @@ from rlft_fast.trainer.prompts.loading import (
 from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, with_words, words_of
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.prompts.streaming import StreamError, stream_prompts
-from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
+from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, uncollected
 
 __all__ = [
     "MARK",
@@ -74,6 +74,7 @@ __all__ = [
     "start_of_texts",
     "stream_prompts",
     "tools_of",
+    "uncollected",
     "with_words",
     "without_nulls",
     "words_of",

@@ -11,6 +11,7 @@ from typing import Any
 SECONDS = 1.5  # of CPU time for one conversation; templates take milliseconds
 _FREE_SECONDS, _MEAN_SECONDS = 10.0, 0.02  # for all conversations, and for each of them
 _MEMORY = 2 << 30  # bytes
+_SIZE_HOLDS = 0.05  # seconds; to ask for the size of the process for each conversation takes a tenth of the time
 
 
 class Limits:
@@ -25,6 +26,8 @@ class Limits:
         self.memory = memory
         self.seconds = 0.0
         self.num_conversations = 0
+        self._size: int | None = None  # of the process
+        self._size_ends = 0.0
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -41,7 +44,7 @@ class Limits:
             yield
             return
         started = time.thread_time()
-        with _at_most(SECONDS), _memory_limited(_MEMORY if self.memory else None):
+        with _at_most(SECONDS), _memory_limited(self._own_bytes() if self.memory else None):
             yield
         self.seconds += time.thread_time() - started
         self.num_conversations += 1
@@ -50,6 +53,11 @@ class Limits:
                 f"it has taken {self.seconds:.0f} seconds of CPU time for {self.num_conversations} conversations, and "
                 f"may take {1000 * _MEAN_SECONDS:.0f} ms for each of many"
             )
+
+    def _own_bytes(self) -> int | None:
+        if (now := time.monotonic()) >= self._size_ends:
+            self._size, self._size_ends = _own_bytes(), now + _SIZE_HOLDS
+        return self._size
 
 
 @contextmanager
@@ -74,25 +82,25 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _memory_limited(num_bytes: int | None) -> Iterator[None]:
-    """Raises MemoryError where the process would take `num_bytes` more than it has; None: nothing is limited."""
-    if num_bytes is None or (own_bytes := _own_bytes()) is None:
+def _memory_limited(own_bytes: int | None) -> Iterator[None]:
+    """Raises MemoryError where a process of this size would take much more; None: nothing is limited."""
+    if own_bytes is None:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = own_bytes + num_bytes
+    most = own_bytes + _MEMORY
     finite = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(finite), hard))
     try:
         yield
     except MemoryError as error:
-        raise MemoryError(f"it takes more than {num_bytes >> 30} GiB of memory") from error
+        raise MemoryError(f"it takes more than {_MEMORY >> 30} GiB of memory") from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _own_bytes() -> int | None:
-    """Size of the process; None on systems other than Linux. Read for each conversation, in which Path is too slow."""
+    """Size of the process; None on systems other than Linux."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             return int(file.read(64).split()[0]) * resource.getpagesize()

@@ -17,7 +17,7 @@ from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages,
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, find_mistake
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, prompt_column, read_sets
-from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
+from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, uncollected
 
 T = TypeVar("T")
 
@@ -119,6 +119,7 @@ class ReadPrompt(NamedTuple):
     images: PromptImages | None
 
 
+@uncollected()
 def load_prompts(
     config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, path: str | None = None,
     max_rows: int | None = None, image_reader: ImageReader | None = None,

@@ -27,7 +27,7 @@ from rlft_fast.run import Evaluated, Phases, StepResult, dotted
 from rlft_fast.trainer.inputs import model_checksums
 from rlft_fast.trainer.learn import asked_of_teacher, check_embeddings, check_teacher, with_teacher
 from rlft_fast.trainer.models import build_taught, check_finite, notes_on
-from rlft_fast.trainer.prompts import ImageError, ImageReader, RowSet, Stream, overlong_notes, read_sets
+from rlft_fast.trainer.prompts import ImageError, ImageReader, RowSet, Stream, overlong_notes, read_sets, uncollected
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
 from rlft_fast.trainer.supervised.reference import Reference
 from rlft_fast.trainer.supervised.rows import TaughtRows, chunks, load_rows
@@ -53,6 +53,7 @@ class RowsData:
     stream: Stream
 
     @classmethod
+    @uncollected()
     def load(cls, config: TaughtConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> "RowsData":
         """Reads and checks all rows.
 

@@ -1,4 +1,5 @@
 import copy
+import gc
 import json
 import zlib
 
@@ -338,3 +339,22 @@ def test_unusable_dataset_folders(tmp_path, tokenizer):
 def test_unusable_tasks(task, options, message, tokenizer):
     with pytest.raises(ValueError, match=message):
         load_prompts(DataConfig(task=task, task_options=options), tokenizer, max_prompt_tokens=64)
+
+
+def test_rows_are_read_without_the_garbage_collector(tokenizer, tmp_path):
+    path = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i} and {i}"} for i in range(2000)])
+    phases = []
+
+    def collected(phase, info):
+        phases.append(phase)
+
+    gc.callbacks.append(collected)
+    try:
+        load(path, tokenizer)
+        assert gc.isenabled()
+        assert phases.count("start") <= 1  # as soon as it is enabled again; it was 27
+        with pytest.raises(ValueError, match="longer than"):
+            load(path, tokenizer, max_tokens=1)
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(collected)
