@@ -24,6 +24,7 @@ from rlft_fast.ops import slice_tokens
 from rlft_fast.ops.packing import RowIndex, row_index, segment_expand, segment_sum
 from rlft_fast.world import World
 
+_LEAST_STEP = 64  # rows of a tile of a GPU's GEMM
 _ON_HOST = ("output_index_A", "row_T")  # places of outputs, which are filled on the host
 
 
@@ -67,6 +68,7 @@ def prepare_model_inputs(
     backbone: PreTrainedModel,
     sequence_group: ProcessGroup | None = None,
     padded: bool = False,
+    in_buckets: bool = False,
 ) -> ModelInputs:
     """Everything that the forward needs, made on the host, so that nothing later waits for the device.
 
@@ -80,10 +82,14 @@ def prepare_model_inputs(
         backbone: of the model that is to be called; a vision-language one gives positions in three dimensions.
         sequence_group: the ranks that share the micro-batch.
         padded: whether the model runs padded; not with a `sequence_group`.
+        in_buckets: whether sizes are rounded up, so that few differ (`bucket`), with rows that no token sees; not with
+            a `sequence_group`, padded, or with images.
     """
     layout = pad_sequences(micro_batch) if padded else share_prefixes(micro_batch)
-    num_padded = _num_padded(len(layout.token_index_U), sequence_group)
-    boundaries_q, boundaries_k, key_index = _pad_segments(layout, num_padded)
+    num_rows = len(layout.token_index_U)
+    # In buckets one row at least, so that keys beside the rows have one that sees them.
+    num_padded = bucket(num_rows + 1) - num_rows if in_buckets else _num_padded(num_rows, sequence_group)
+    boundaries_q, boundaries_k, key_index = _pad_segments(layout, num_padded, in_buckets=in_buckets)
 
     def own_rows(x_T: Tensor) -> Tensor:
         """(*, T) -> (*, U), the rows of this rank; padded rows hold 0."""
@@ -100,13 +106,16 @@ def prepare_model_inputs(
         images = prepare_images(backbone, micro_batch, row_T, len(input_ids_U))
         look_ahead = prepare_look_ahead(backbone, micro_batch, layout.row_T, len(layout.token_index_U) + num_padded)
         position_ids_T = rotary_positions(backbone, micro_batch)
+    most_q, most_k = (int(x.diff().max()) for x in (boundaries_q, boundaries_k))
+    if in_buckets:
+        most_q, most_k = _power_of_two(most_q), _power_of_two(most_k)
     inputs = ModelInputs(
         input_ids_U=input_ids_U,
         position_ids_U=own_rows(position_ids_T),
         cu_seqlens_q=boundaries_q,
         cu_seqlens_k=boundaries_k,
-        max_seqlen_q=int(boundaries_q.diff().max()),
-        max_seqlen_k=int(boundaries_k.diff().max()),
+        max_seqlen_q=most_q,
+        max_seqlen_k=most_k,
         key_index=key_index,
         active_index_A=active_row[active_row >= 0],
         target_A=micro_batch.target_T[output_index_A],
@@ -239,15 +248,38 @@ def _own_row(layout: PackedLayout, num_rows: int, group: ProcessGroup | None) ->
     return row_T.where((row_T >= 0) & (row_T < num_rows), -1)
 
 
-def _pad_segments(layout: PackedLayout, num_padded: int) -> tuple[Tensor, Tensor, RowIndex | None]:
-    """Boundaries of segments and keys, and the keys, with the padded rows as a segment of their own."""
+def _pad_segments(layout: PackedLayout, num_padded: int, *, in_buckets: bool) -> tuple[Tensor, Tensor, RowIndex | None]:
+    """Boundaries of segments and keys, and the keys, with the padded rows as a segment of their own.
+
+    In buckets, the first padded row is several keys of this segment, and empty segments follow.
+    """
     boundaries_q, boundaries_k, num_rows = layout.cu_seqlens_q, layout.cu_seqlens_k, len(layout.token_index_U)
+    index_M, num_keys = layout.key_index_M, num_padded
+    if in_buckets and index_M is not None:
+        num_keys = bucket(len(index_M) + num_padded) - len(index_M)
     if num_padded > 0:
-        boundaries_q, boundaries_k = (torch.cat([x, x[-1:] + num_padded]) for x in (boundaries_q, boundaries_k))
-    if layout.key_index_M is None:
+        boundaries_q = torch.cat([boundaries_q, boundaries_q[-1:] + num_padded])
+        boundaries_k = torch.cat([boundaries_k, boundaries_k[-1:] + num_keys])
+    if in_buckets:
+        num_empty = _power_of_two(len(boundaries_q) - 1) - (len(boundaries_q) - 1)
+        boundaries_q, boundaries_k = (torch.cat([x, x[-1:].expand(num_empty)]) for x in (boundaries_q, boundaries_k))
+    if index_M is None:
         return boundaries_q, boundaries_k, None
-    index_M = torch.cat([layout.key_index_M, num_rows + torch.arange(num_padded)])
-    return boundaries_q, boundaries_k, row_index(index_M, num_rows + num_padded)
+    padded_M = num_rows + (torch.arange(num_keys) - (num_keys - num_padded)).clamp(min=0)
+    return boundaries_q, boundaries_k, row_index(torch.cat([index_M, padded_M]), num_rows + num_padded)
+
+
+def bucket(size: int) -> int:
+    """The size rounded up to a multiple of 64, and of 1/32 of the power of two below it.
+
+    So sizes from 2048 on grow by less than 1/32, and those of an octave are in 32 buckets.
+    """
+    step = max(_LEAST_STEP, 1 << max(size.bit_length() - 6, 0))
+    return -(-size // step) * step
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _move_fields(inputs: ModelInputs, device: torch.device) -> ModelInputs:

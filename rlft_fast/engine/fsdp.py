@@ -189,7 +189,7 @@ class FSDPEngine(EngineState):
             micro_batch = micro_batch.replace(support_TK=None, routed_experts_TK=None)
         return prepare_model_inputs(
             micro_batch, self.device, backbone=self.model.backbone, sequence_group=self.sequence_group,
-            padded=self.is_padded,
+            padded=self.is_padded, in_buckets=self.config.cuda_graphs,
         )  # fmt: skip
 
     def _check_outputs(self, outputs: Sequence[Output]) -> None:

@@ -18,13 +18,16 @@ from rlft_fast.engine.schedule import Schedule
 from rlft_fast.engine.sharding import (
     build_model,
     describe_units,
+    drop_graphs,
     move_gradients,
     multiply_in_float8,
     prepare_blocks,
     require_float8,
+    require_graphs,
     require_own_numbers,
     require_same_model,
     reshard,
+    run_in_graphs,
     shard,
 )
 from rlft_fast.engine.torch_optim import end_parameters, require_trainable
@@ -102,6 +105,7 @@ class EngineState:
         self._shard()
         load(self.path, self.model, self._home, self.device)
         require_own_numbers(self.model, self.config)
+        run_in_graphs(self.model, self.config)
         self._make_optimizer()
         return self
 
@@ -109,6 +113,7 @@ class EngineState:
         """What all ranks can find wrong before there is a model."""
         require_same_model(self.path, self.config, self.head, self.num_training_steps, self.world)
         self.world.together(lambda: require_float8(self.config, self.device), ValueError)
+        require_graphs(self.config, self.world)
         self.sequence_group = self.world.sequence_group(self.config.sequence_parallel)
         if self.trains:
             self.world.together(lambda: self.schedule, ValueError)
@@ -217,6 +222,7 @@ class EngineState:
         """
         if params:
             reshard(self.model)
+            drop_graphs(self.model)
             self.model.to(device)
             move_gradients(self.model, device)
         if optimizer and self.optimizer is not None:
@@ -356,7 +362,7 @@ def _check_module(module: nn.Module, config: EngineConfig) -> None:
     for name, is_set in (
         ("lora", config.lora is not None), ("init_from", config.init_from is not None),
         ("router_aux_loss_coef", config.router_aux_loss_coef > 0), ("float8", config.float8 is not None),
-        ("sequence_parallel", config.sequence_parallel > 1),
+        ("sequence_parallel", config.sequence_parallel > 1), ("cuda_graphs", config.cuda_graphs),
     ):  # fmt: skip
         if is_set:
             raise ValueError(f"{name} is for models of transformers in folders: leave it out for a module of your own")

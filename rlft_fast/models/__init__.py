@@ -61,9 +61,9 @@ with needing_train():
         load_policy,
         load_tokenizer,
     )
-    from rlft_fast.models.packed import ModelInputs
+    from rlft_fast.models.packed import ModelInputs, final_hidden
     from rlft_fast.models.patch import LogprobOutput, patch_lm_head, unpatch_lm_head
-    from rlft_fast.models.routing import Routers, Routing, check_routers
+    from rlft_fast.models.routing import Routers, Routing, check_routers, has_routers
     from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
     from rlft_fast.models.weights import (
         CheckpointPart,
@@ -108,8 +108,10 @@ __all__ = [
     "checkpoint_tensors",
     "disabled_lora",
     "end_token_ids",
+    "final_hidden",
     "folder_dtype",
     "generation_defaults",
+    "has_routers",
     "has_three_positions",
     "has_vision",
     "head_parameters",

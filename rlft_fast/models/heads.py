@@ -229,9 +229,11 @@ class _HeadedModel(nn.Module):
 
     Attributes:
         padded_because: why the model runs padded; empty if it is packed.
+        run_backbone: computes the (U, D) final hidden states.
     """
 
     padded_because: str
+    run_backbone: Callable[[nn.Module, ModelInputs], Tensor] = staticmethod(final_hidden)
 
     def run_padded(self, because: str) -> None:
         """Makes a packed model run padded from now on."""
@@ -323,7 +325,7 @@ class PolicyModel(_HeadedModel):
 
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss | TopLogprob:
         """Log-probabilities of the A active positions, or their loss. Keywords as in :meth:`LogprobHead.forward`."""
-        hidden_UD = final_hidden(self.backbone, inputs)
+        hidden_UD = self.run_backbone(self.backbone, inputs)
         # All A rows are active. Passing this index spares the op a search for them.
         everything = torch.arange(len(inputs.target_A), device=inputs.target_A.device)
         hidden_AD = hidden_UD.index_select(0, inputs.active_index_A)
@@ -531,7 +533,7 @@ class ValueModel(_HeadedModel):
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 values."""
-        hidden_UD = final_hidden(self.backbone, inputs)
+        hidden_UD = self.run_backbone(self.backbone, inputs)
         return _reshaped(self.head(hidden_UD.index_select(0, inputs.active_index_A)).float(), *inputs.target_A.shape)
 
 
@@ -553,7 +555,7 @@ class RewardModel(_HeadedModel):
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 rewards at the active positions."""
-        hidden_UD = final_hidden(self.backbone, inputs)
+        hidden_UD = self.run_backbone(self.backbone, inputs)
         score = cast(nn.Linear, self.model.score)
         return _reshaped(score(hidden_UD.index_select(0, inputs.active_index_A)).float(), *inputs.target_A.shape)
 

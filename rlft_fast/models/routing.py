@@ -110,6 +110,11 @@ class Routers:
         module.forward = forward
 
 
+def has_routers(backbone: PreTrainedModel) -> bool:
+    """Whether a model has routers of experts that are known."""
+    return any(True for _ in _routers(backbone))
+
+
 def check_routers(backbone: PreTrainedModel, *, auxiliary_loss: bool = False) -> None:
     """Refuses a model whose routers cannot be followed.
 

@@ -12,8 +12,8 @@ from rlft_fast.config import Config, ProfileConfig, Section, changed_settings, f
 # Where and how fast a run computes, how long it goes on, and what it writes. Contents of models and data are compared
 # by checksum, wherever their folders are.
 _OF_MODELS = """
-    max_tokens shard_size reshard_after_forward wrap sequence_parallel compile cpu_offload offload_between_phases
-    workspace_mib micro_batch_size
+    max_tokens shard_size reshard_after_forward wrap sequence_parallel compile cuda_graphs cpu_offload
+    offload_between_phases workspace_mib micro_batch_size
 """
 _MAY_CHANGE = {
     "profile": "steps ranks",

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from transformers import Phi3Config, Phi3Model
 
 from rlft_fast.data import Batch, Images, image_table, plan_batch, share_prefixes
-from rlft_fast.engine.forward import check_batch, prepare_micro_batches, prepare_model_inputs, prepare_model_outputs
+from rlft_fast.engine.forward import (
+    bucket,
+    check_batch,
+    prepare_micro_batches,
+    prepare_model_inputs,
+    prepare_model_outputs,
+)
 from rlft_fast.models import load_policy
 from rlft_fast.models.packed import final_hidden
 from tests.engine.reference import plain_model, random_batch, random_image_batch
@@ -77,6 +83,45 @@ def test_a_micro_batch_without_an_active_position_is_one_row(tiny_model, num_seq
     assert inputs.input_ids_U.tolist() == inputs.position_ids_U.tolist() == [0]
     assert inputs.cu_seqlens_q.tolist() == inputs.cu_seqlens_k.tolist() == [0, 1]
     assert (inputs.max_seqlen_q, inputs.max_seqlen_k, len(inputs.target_A)) == (1, 1, 0)
+
+
+# ---- buckets --------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_are_few_and_little_larger():
+    found = [bucket(size) for size in range(1, 16385)]
+    assert all(size <= each < size + max(64, size / 32) for size, each in enumerate(found, 1))
+    assert len(set(found)) == 2048 // 64 + 3 * 32
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding"])
+def test_padding_to_buckets_changes_no_number(name, tiny_model):
+    model, batch = load_policy(tiny_model(name)).double(), random_batch()
+    found = []
+    for in_buckets in (False, True):
+        inputs = prepare_model_inputs(batch, CPU, backbone=model.backbone, in_buckets=in_buckets)
+        model.zero_grad()
+        result = model(inputs, temperature=0.7, return_entropy=True)
+        (result.logprob.double() * torch.linspace(-1, 1, len(inputs.target_A)) + result.entropy).sum().backward()
+        gradients = {name: x.grad for name, x in model.named_parameters()}
+        found.append({"logprob": result.logprob, "entropy": result.entropy} | gradients)
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_sizes_in_buckets_come_again(tiny_model):
+    """Batches of 3 to 24 sequences, with and without tokens in common, have few sizes."""
+    backbone = load_policy(tiny_model("llama")).backbone
+    sizes = set()
+    for number in range(3, 25):
+        for seed in range(3):
+            inputs = prepare_model_inputs(random_batch(number, seed), CPU, backbone=backbone, in_buckets=True)
+            tensors = (inputs.input_ids_U, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_index.index_M)
+            sizes.add((*map(len, tensors), inputs.max_seqlen_q, inputs.max_seqlen_k))
+            assert len(inputs.cu_seqlens_q) == len(inputs.cu_seqlens_k)
+            assert inputs.cu_seqlens_q[-1] == len(inputs.input_ids_U)
+            assert inputs.cu_seqlens_k[-1] == len(inputs.key_index.index_M)
+    assert len(sizes) < 22
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 build     from a model folder and a configuration to a sharded model
 float8    linear layers that multiply in float8
+graphs    CUDA graphs of the backbone's passes
 blocks    recompute the activations of repeated blocks, compile the blocks
 wrap      which modules FSDP2 shards as units, and how the units behave
 mesh      which ranks share one copy of a model
@@ -18,6 +19,7 @@ from rlft_fast.engine.sharding.build import (
     state_bytes,
 )
 from rlft_fast.engine.sharding.float8 import float8_layers, multiply_in_float8, require_float8
+from rlft_fast.engine.sharding.graphs import CudaRecorder, Recorder, Replay, drop_graphs, require_graphs, run_in_graphs
 from rlft_fast.engine.sharding.mesh import device_memory, host_memory, resolve_shard_size, shard_numel
 from rlft_fast.engine.sharding.narrow import narrowed
 from rlft_fast.engine.sharding.wrap import (
@@ -33,12 +35,16 @@ from rlft_fast.engine.sharding.wrap import (
 )
 
 __all__ = [
+    "CudaRecorder",
+    "Recorder",
+    "Replay",
     "build_model",
     "checkpoint_activations",
     "decoder_blocks",
     "describe_units",
     "device_memory",
     "discard_gradients",
+    "drop_graphs",
     "find_units",
     "float8_layers",
     "gathered",
@@ -52,10 +58,12 @@ __all__ = [
     "prepare_blocks",
     "reduce_gradients",
     "require_float8",
+    "require_graphs",
     "require_own_numbers",
     "require_same_model",
     "reshard",
     "resolve_shard_size",
+    "run_in_graphs",
     "shard",
     "shard_numel",
     "state_bytes",

@@ -124,7 +124,7 @@ def shard(model: nn.Module, config: EngineConfig, world: World) -> list[tuple[st
     compute_dtype = getattr(torch, config.compute_dtype)
     if not is_wrapped(config, world.size):
         if config.compute_dtype != "float32":
-            narrow(model, compute_dtype, tuple(methods))
+            narrow(model, compute_dtype, tuple(methods), keeps_memory=config.cuda_graphs)
         return []
     units = shard_model(
         model,

@@ -10,7 +10,7 @@ FSDP copies every weight and gradient several times, also where it has only one 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,10 +19,17 @@ from torch import Tensor, nn
 
 
 class NarrowWeights:
-    """The copies of a model's parameters in the compute dtype, and the sums of their gradients."""
+    """The copies of a model's parameters in the compute dtype, and the sums of their gradients.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    Args:
+        dtype: the compute dtype.
+        keeps_memory: whether copies and sums are in the same memory in every step, as CUDA graphs need.
+    """
+
+    def __init__(self, dtype: torch.dtype, keeps_memory: bool = False) -> None:
+        self._dtype, self._keeps_memory = dtype, keeps_memory
+        self._kept_copies: dict[nn.Parameter, Tensor] = {}
+        self._kept_sums: dict[nn.Parameter, Tensor] = {}
         self._own: dict[nn.Parameter, Tensor] = {}  # data of the parameters whose copies stand in their place
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._hooked: set[int] = set()
@@ -38,7 +45,11 @@ class NarrowWeights:
                 self._hooked.add(id(parameter))
             if parameter.dtype != self._dtype:
                 self._own[parameter] = parameter.data
-                parameter.data = parameter.data.to(self._dtype)
+        copies = [self._room(self._kept_copies, parameter, self._dtype) for parameter in self._own]
+        if copies:
+            torch._foreach_copy_(copies, [*self._own.values()])  # few launches on a GPU
+        for parameter, copy in zip(self._own, copies, strict=True):
+            parameter.data = copy
 
     def step_back(self) -> None:
         """Frees the copies, and puts the parameters' own data back."""
@@ -53,6 +64,22 @@ class NarrowWeights:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
 
+    def room_for_sum(self, parameter: nn.Parameter) -> Tensor:
+        """(*shape) float32, where the parameter's sum of gradients is, or will be."""
+        return self._room(self._kept_sums, parameter, torch.float32)
+
+    def begin_sums(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Begins the sums of these parameters with 0, unless they have begun."""
+        new = {p: self.room_for_sum(p) for p in parameters if p not in self._sums}
+        if new:
+            torch._foreach_zero_([*new.values()])
+            self._sums |= new
+
+    def free_memory(self) -> None:
+        """Frees the memory that is kept for the next step, but for what is in use."""
+        self._kept_copies.clear()
+        self._kept_sums.clear()
+
     def to(self, device: torch.device | str) -> None:
         """Moves the sums of gradients."""
         self._sums = {parameter: total.to(device) for parameter, total in self._sums.items()}
@@ -66,23 +93,33 @@ class NarrowWeights:
         assert gradient is not None
         total = self._sums.get(parameter)
         if total is None:
-            self._sums[parameter] = gradient.to(torch.float32)
+            self._sums[parameter] = self.room_for_sum(parameter).copy_(gradient)
         else:
             total.add_(gradient)
+
+    def _room(self, kept: dict[nn.Parameter, Tensor], parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """Memory for a tensor of the parameter's shape."""
+        room = kept.get(parameter)
+        if room is None:
+            room = torch.empty_like(parameter.data, dtype=dtype)
+            if self._keeps_memory:
+                kept[parameter] = room
+        return room
 
 
 _narrow: WeakKeyDictionary[nn.Module, NarrowWeights] = WeakKeyDictionary()
 
 
-def narrow(model: nn.Module, dtype: torch.dtype, methods: tuple[str, ...]) -> None:
+def narrow(model: nn.Module, dtype: torch.dtype, methods: tuple[str, ...], *, keeps_memory: bool = False) -> None:
     """Has the model run in a compute dtype, in place; works on the meta device.
 
     Args:
         model: its forward pass, and its ``methods``, find the copies in place.
         dtype: the compute dtype.
         methods: names of further methods that run the model.
+        keeps_memory: see `NarrowWeights`.
     """
-    weights = _narrow[model] = NarrowWeights(dtype)
+    weights = _narrow[model] = NarrowWeights(dtype, keeps_memory)
     model.register_forward_pre_hook(lambda module, _: weights.stand_in(module))
     for name in methods:
         setattr(model, name, _standing_in(weights, model, getattr(type(model), name)))
