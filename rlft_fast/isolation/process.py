@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
-from rlft_fast.config import TOKEN_VARIABLE
 from rlft_fast.isolation.guard import GUARD, MARK, end_worker
 
 _STARTING = threading.Lock()
@@ -59,6 +58,8 @@ class WorkerProcess:
 @contextlib.contextmanager
 def _environment_of_worker(mark: str) -> Iterator[None]:
     """A process that is started here has a mark, and not the token of the run's servers: it may run a model's code."""
+    from rlft_fast.config import TOKEN_VARIABLE  # here: workers import this module, and the configuration takes 0.3 s
+
     with _STARTING:  # threads start workers
         token = os.environ.pop(TOKEN_VARIABLE, None)
         os.environ[MARK] = mark

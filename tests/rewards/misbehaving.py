@@ -5,6 +5,7 @@ import re
 import signal
 import stat
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -36,6 +37,10 @@ def has_token(completions, **columns):
     """1 where the environment has the token of servers, also as the kernel shows it."""
     with open("/proc/self/environ", "rb") as environment:
         return [float("VLLM_API_KEY" in os.environ or b"VLLM_API_KEY" in environment.read())]
+
+
+def has_imported(completions, **columns):
+    return [float(completions[0] in sys.modules)]
 
 
 def meet(completions, **columns):

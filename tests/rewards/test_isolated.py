@@ -45,6 +45,11 @@ def test_a_worker_has_no_token_of_servers(isolated, monkeypatch):
     assert os.environ["VLLM_API_KEY"] == "a secret of the tests"
 
 
+def test_a_worker_imports_what_it_needs(isolated):
+    """The configuration alone would take 0.3 s of each worker."""
+    assert ask(isolated("has_imported", timeout_s=9.0), ["json", "pydantic", "torch"]) == [1.0, 0.0, 0.0]
+
+
 # Two workers: while one hangs, the other scores.
 def test_a_failure_costs_its_sample_alone(isolated):
     reward = isolated("obey", timeout_s=2.0, num_workers=2)
