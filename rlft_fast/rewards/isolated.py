@@ -132,8 +132,9 @@ class _Worker(WorkerProcess):
                 failure = f"no answer within {timeout_s:g} s"
         except (ValueError, RecursionError):
             failure = _NO_ANSWER
-        except (EOFError, OSError):  # the pipe has ended, or the message is too long
-            self.process.join(_END_S)
+        except (EOFError, OSError):  # the pipe has ended, or the message is too long, and nothing more is read
+            if self.connection.readable:
+                self.process.join(_END_S)
             exit_code = self.process.exitcode
             failure = _NO_ANSWER if exit_code is None else f"its process ended with exit code {exit_code}"
         self.kill()
