@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import signal
 import zlib
@@ -38,6 +39,19 @@ def pytest_configure(config: pytest.Config) -> None:
     threads = config.getoption("threads")
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """What is imported and collected is millions of objects. The collector of cycles does not visit them again."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extension modules report at the exit what they have not seen freed
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -106,6 +120,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup() -> None:
     """Every test draws the same random numbers, whichever tests ran before it in its process."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes_to_be_forked(request: pytest.FixtureRequest) -> None:
+    """Forked now, with all that the tests import, and before a test begins a thread."""
+    from tests.support.machine.distributed import FORKS, begin_to_fork
+
+    if FORKS and any(item.get_closest_marker("dist") for item in request.session.items):
+        begin_to_fork()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from transformers import AttentionInterface
 
@@ -20,7 +19,7 @@ from rlft_fast.engine.memory.trace import MANY_ROWS, Note, Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.sharding.build import build_model
 from tests.engine.memory.planned import save_model
-from tests.support.machine.distributed import START_METHOD
+from tests.support.machine.distributed import start_processes
 from tests.support.tiny_models import save_tiny_model
 
 LLAMA_70B = Path(__file__).parents[3] / "examples" / "llama_70b"
@@ -180,7 +179,7 @@ def plan_then_load(rank: int, path: Path, store: Path) -> None:
 @pytest.mark.slow
 def test_a_plan_leaves_nothing_to_the_run(tiny_model, tmp_path):
     """The plan pretends to be rank 0. Rank 1 loaded rank 0's rows, out of DTensor's cache."""
-    mp.start_processes(plan_then_load, (tiny_model("llama"), tmp_path / "store"), nprocs=2, start_method=START_METHOD)
+    start_processes(plan_then_load, 2, tiny_model("llama"), tmp_path / "store")
 
 
 def test_what_the_setup_made_counts_until_it_is_freed():

@@ -1,39 +1,84 @@
 """Runs a function in several processes that form a gloo group."""
 
+import contextlib
 import faulthandler
+import importlib
 import multiprocessing
+import os
+import pickle
 import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# A server that has imported the slow packages forks the processes: imports take seconds. A machine with a GPU spawns
-# them, because an import may initialise CUDA, and a fork of such a process cannot use the GPU.
-START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
-# Modules and not packages, which import their names on first use.
-PRELOADED = ["pytest", "hypothesis", "peft", "tests.support.tiny_models", "rlft_fast.trainer.launch"]
-multiprocessing.set_forkserver_preload(PRELOADED)
+# A machine with a GPU spawns processes, because an import may initialise CUDA, and a fork of such a process cannot use
+# the GPU.
+FORKS = not torch.cuda.is_available()
+_IMPORTED = ("peft", "tests.support.tiny_models", "rlft_fast.trainer.launch")  # where other tests have not done so
+_forking: Connection | None = None
 
 
-def run_distributed(function: Callable[..., None], world_size: int, *args: object) -> None:
-    """Calls `function(rank, *args)` in `world_size` processes; an exception in any of them is raised here.
+def begin_to_fork() -> None:
+    """Forks a process that forks all others: it has imported what this process has imported, and no test has run in it.
 
-    All calls share the environment variables of the first call.
+    Imports take seconds. A process in which tests have run must not be forked: torch has threads by then.
+    """
+    global _forking
+    _forking, other = multiprocessing.Pipe()
+    if os.fork() != 0:
+        other.close()
+        return
+    try:
+        _forking.close()  # so that the pipe ends with the tests
+        _fork_on_request(other)
+    finally:
+        os._exit(0)
+
+
+def _fork_on_request(connection: Connection) -> None:
+    for name in _IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args, count = pickle.loads(connection.recv_bytes())
+            try:
+                mp.start_processes(function, args, nprocs=count, start_method="fork")
+            except Exception as error:
+                connection.send(error)
+            else:
+                connection.send(None)
+
+
+def start_processes(function: Callable[..., None], count: int, *args: object) -> None:
+    """Calls `function(number, *args)` in `count` processes; an exception in any of them is raised here.
+
+    The environment variables of forked processes are those of the first test.
 
     Args:
         function: picklable, so a module-level function.
-        world_size: number of processes.
+        count: number of processes.
         args: further arguments, pickled.
     """
+    if not FORKS:
+        mp.start_processes(function, args, nprocs=count, start_method="spawn")
+        return
+    assert _forking is not None, "a test that starts processes has to be marked dist"
+    _forking.send_bytes(pickle.dumps((function, args, count)))  # by value: send would share memory of tensors
+    if (error := _forking.recv()) is not None:
+        raise error
+
+
+def run_distributed(function: Callable[..., None], world_size: int, *args: object) -> None:
+    """Calls `function(rank, *args)` in `world_size` processes that form a group; see `start_processes`."""
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        arguments = world_size, store, function, args
-        mp.start_processes(_worker, arguments, nprocs=world_size, start_method=START_METHOD)
+        start_processes(_worker, world_size, world_size, Path(folder) / "store", function, args)
 
 
 def _worker(rank: int, world_size: int, store: Path, function: Callable[..., None], args: tuple) -> None:
