@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 from rlft_fast.config import Config
+from rlft_fast.data import Batch
 from rlft_fast.trainer import PPOTrainer, train
 from tests.engine.reference import plain_model
 from tests.rollout.vllm.test_images import save_wide
@@ -41,6 +43,21 @@ def config(tmp_path, tiny_model):
     return make
 
 
+def assert_plain(model, batch: Batch, b: int, found_T: Tensor, **inputs: Tensor) -> None:
+    """Sequence b has the generator's log-probabilities, and the engine's, of the model in float64 with these inputs."""
+    begin, end = batch.cu_seqlens[b : b + 2].tolist()
+    ids, mask = batch.input_ids_T[None, begin:end], batch.loss_mask_T[begin : end - 1]
+    if inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].double()
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+    with torch.no_grad():
+        logprob = torch.log_softmax(model(input_ids=ids, **inputs).logits[0], -1)
+    expected = logprob[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
+    for values_T in (found_T, batch.rollout_logprob_T):
+        own = values_T[begin : end - 1][mask].double()
+        torch.testing.assert_close(own, expected[mask], rtol=0, atol=2e-5)
+
+
 def test_log_probabilities_are_those_of_plain_transformers(config, tmp_path, tiny_model):
     """From the files to the update: the generator's, and the engine's."""
     trainer = PPOTrainer(config(rollout__prompts_per_step=6))
@@ -58,16 +75,8 @@ def test_log_probabilities_are_those_of_plain_transformers(config, tmp_path, tin
             pictures = [Image.open(tmp_path / name) for name in experience.prompts.images[row].names]
             inputs = processor(images=pictures, text=[experience.prompts.texts[row]], return_tensors="pt")
             assert torch.equal(inputs["input_ids"][0], ids[0, : inputs["input_ids"].shape[1]])
-            shown = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
-            inputs = shown | {"mm_token_type_ids": (ids == model.config.image_token_id).long()}
-            inputs["pixel_values"] = inputs["pixel_values"].double()
-        with torch.no_grad():
-            logprob = torch.log_softmax(model(input_ids=ids, **inputs).logits[0], -1)
-        expected = logprob[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
-        mask = batch.loss_mask_T[bounds[b] : bounds[b + 1] - 1]
-        for values_T in (found, batch.rollout_logprob_T):
-            own = values_T[bounds[b] : bounds[b + 1] - 1][mask].double()
-            torch.testing.assert_close(own, expected[mask], rtol=0, atol=2e-5)
+            inputs = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+        assert_plain(model, batch, b, found, **inputs)
 
 
 @pytest.fixture
@@ -102,7 +111,7 @@ def test_episodes_have_the_log_probabilities_of_plain_transformers(episodes, tmp
     found = trainer.actor.infer(batch.unweighted(), ("logprob",))["logprob"]
     trainer.close()
     model, processor = plain_model(tmp_path / "model"), plain_processor(tmp_path / "model")
-    bounds, different = batch.cu_seqlens.tolist(), {}
+    different = {}
     for b, row in enumerate(experience.taught.row_B.tolist()):
         own = experience.prompts.images.get(row)
         pictures = [Image.open(tmp_path / name) for name in own.names] if own is not None else []
@@ -111,18 +120,9 @@ def test_episodes_have_the_log_probabilities_of_plain_transformers(episodes, tmp
         ]
         assert all(len(answer) == 1 for answer in answers)
         different |= {tuple(x.tobytes() for x in part): part for part in (pictures, *answers) if part}
-        ids, inputs = batch.input_ids_T[None, bounds[b] : bounds[b + 1]], {}
-        if shown := [*pictures, *(x for answer in answers for x in answer)]:
-            inputs = {**processor.image_processor(shown, return_tensors="pt")}
-            inputs |= {"mm_token_type_ids": (ids == model.config.image_token_id).long()}
-            inputs["pixel_values"] = inputs["pixel_values"].double()
-        with torch.no_grad():
-            logprob = torch.log_softmax(model(input_ids=ids, **inputs).logits[0], -1)
-        expected = logprob[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
-        mask = batch.loss_mask_T[bounds[b] : bounds[b + 1] - 1]
-        for values_T in (found, batch.rollout_logprob_T):
-            own = values_T[bounds[b] : bounds[b + 1] - 1][mask].double()
-            torch.testing.assert_close(own, expected[mask], rtol=0, atol=2e-5)
+        shown = [*pictures, *(x for answer in answers for x in answer)]
+        inputs = processor.image_processor(shown, return_tensors="pt") if shown else {}
+        assert_plain(model, batch, b, found, **inputs)
     assert max(map(len, experience.taught.pictures)) == 2
     patches = [len(processor.image_processor(part, return_tensors="pt")["pixel_values"]) for part in different.values()]
     assert seen == [sum(patches)]
