@@ -223,13 +223,9 @@ def require_agreement(world: World, what: str, *given: Prompts) -> None:
 
 
 def check_tokens(key: str, num_embeddings: int, *given: Prompts) -> None:
-    """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
-    highest = max(prompts.highest_token_id for prompts in given)
-    if highest >= num_embeddings:
-        raise ValueError(
-            f"{key} has embeddings of {num_embeddings} tokens, but the prompts have the token {highest}: the tokenizer "
-            "in the policy's folder is of another model, or knows tokens that were added without new embeddings"
-        )
+    """`Prompts.check_tokens` of all that are given."""
+    for prompts in given:
+        prompts.check_tokens(key, num_embeddings)
 
 
 def check_images(config: Config, *given: Prompts) -> None:

@@ -95,10 +95,23 @@ class Prompts:
             pairs[row] = messages, [message]
         return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
 
-    @property
-    def highest_token_id(self) -> int:
-        """Of all prompts."""
-        return max(max(ids) for ids in self.token_ids)
+    def check_tokens(self, key: str, num_embeddings: int) -> None:
+        """Refuses a token without an embedding: on a GPU its look-up ends the process without a reason.
+
+        Args:
+            key: of the model, in messages.
+            num_embeddings: of the model.
+
+        Raises:
+            ValueError: a prompt has such a token.
+        """
+        highest = max(max(ids) for ids in self.token_ids)
+        if highest >= num_embeddings:
+            raise ValueError(
+                f"{key} has embeddings of {num_embeddings} tokens, but the prompts have the token {highest}: the "
+                "tokenizer in the policy's folder is of another model, or knows tokens that were added without new "
+                "embeddings"
+            )
 
     def order(self, start: int, count: int, seed: int) -> list[int]:
         """Rows of the stream, see `Stream.rows`."""

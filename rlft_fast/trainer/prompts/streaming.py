@@ -9,7 +9,7 @@ import threading
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -41,20 +41,20 @@ class StreamedPrompts(Prompts):
     Args:
         num_rows: of all sets.
         read: returns the prompts of these rows.
-        highest_known_id: of the tokenizer's tokens.
+        embeddings: of each model of `check_tokens`, by its key.
     """
 
     num_rows: int = 0
     read: Callable[[tuple[int, ...]], Prompts] | None = None
-    highest_known_id: int = 0
+    embeddings: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.num_rows
 
-    @property
-    def highest_token_id(self) -> int:
-        """Of all prompts that there may be."""
-        return self.highest_known_id
+    def check_tokens(self, key: str, num_embeddings: int) -> None:
+        """See `Prompts.check_tokens`: of the rows in memory now, and of others when `select` reads them."""
+        Prompts.check_tokens(self, key, num_embeddings)
+        self.embeddings[key] = num_embeddings
 
     def select(self, indices: Sequence[int]) -> Prompts:
         """See `Prompts.select`.
@@ -64,7 +64,10 @@ class StreamedPrompts(Prompts):
         """
         assert self.read is not None
         try:
-            return self.read(tuple(indices))
+            found = self.read(tuple(indices))
+            for key, num_embeddings in self.embeddings.items():
+                found.check_tokens(key, num_embeddings)
+            return found
         except ValueError as error:
             raise StreamError(str(error)) from error
 
@@ -111,7 +114,6 @@ def stream_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_p
     return StreamedPrompts(
         first.texts, first.token_ids, first.columns, first.continued, first.conversations,
         description=described, stream=Stream.of(config, sizes), num_rows=starts[-1], read=lru_cache(2)(read),
-        highest_known_id=max(tokenizer.get_vocab().values()),
     )  # fmt: skip
 
 

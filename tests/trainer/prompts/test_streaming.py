@@ -91,6 +91,15 @@ def test_rows_and_files_that_cannot_be_used(tmp_path, tokenizer):
         assert streamed.select([1201]).texts == ["rain"]
         with pytest.raises(StreamError, match=words):
             streamed.select([1201, 1200])
+    low, high = sorted("sun~", key=lambda word: tokenizer.encode(word)[0])[::3]
+    low_id, high_id = (tokenizer.encode(word)[0] for word in (low, high))
+    streamed = stream([*[{"prompt": low}] * 1200, {"prompt": high}])
+    with pytest.raises(ValueError, match=rf"model has embeddings of {low_id} tokens, but .* the token {low_id}:"):
+        streamed.check_tokens("model", low_id)
+    streamed.check_tokens("model", high_id)  # the tokenizer knows more
+    assert streamed.select([1199]).texts == [low]
+    with pytest.raises(StreamError, match=rf"model has embeddings of {high_id} tokens, but .* the token {high_id}:"):
+        streamed.select([1200])
     with pytest.raises(ValueError, match=r"row 2 .* must be a JSON object"):  # among the first, which are checked
         stream([*late[:2], 7])
     streamed = stream(late)
