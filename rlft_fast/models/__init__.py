@@ -32,6 +32,7 @@ with needing_train():
         RowStates,
         all_rows_of_own_heads,
         packed_attention,
+        prepare_chunks,
         sinks_of_own_heads,
     )
     from rlft_fast.models.ends import Ends, end_token_ids, generation_defaults, split_stop
@@ -130,6 +131,7 @@ __all__ = [
     "packed_attention",
     "padded_attention",
     "patch_lm_head",
+    "prepare_chunks",
     "prepare_images",
     "prepare_look_ahead",
     "require_divisible_heads",

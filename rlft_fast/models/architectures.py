@@ -10,10 +10,17 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlft_fast.models.attention import GROUPED_ATTENTION, PACKED_ATTENTION
+from rlft_fast.models.attention import (
+    CHUNKED_LAYER,
+    GROUPED_ATTENTION,
+    PACKED_ATTENTION,
+)
 from rlft_fast.models.images import VISION_MODELS
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED_LAYER}
+# Packed attention attends within chunks, which flash attention does not. The tower of a Llama 4 stands beside a whole
+# language model, which runs without it.
+_CHUNKED_MODELS = ("llama4", "llama4_text")
 # Models that look as if they could be packed, or run, found by trying all: tests/engine/models/every_architecture.py.
 _EXCEPTIONS = {
     "nemotron": "does not hand boundaries on to its attention",
@@ -74,7 +81,7 @@ def _has_sinks(model: PreTrainedModel) -> bool:
 
 
 def _except_in_towers(name: str, config: PreTrainedConfig) -> str | dict[str, str]:
-    return {"": name, "text_config": name, "vision_config": "sdpa"} if config.model_type in VISION_MODELS else name
+    return {"": name, "text_config": name, "vision_config": "sdpa"} if "vision_config" in config.sub_configs else name
 
 
 def require_causal(model: PreTrainedModel) -> None:
@@ -105,14 +112,16 @@ def why_not_packed(model: PreTrainedModel) -> str:
     config = model.config.get_text_config()
     types = {*(getattr(config, "layer_types", None) or [])}
     modules = [module for name, module in model.named_modules() if "visual." not in name]
+    attends_in_chunks = model.config.model_type in _CHUNKED_MODELS
     causal = {getattr(module, "is_causal", True) for module in model.get_decoder().modules()}
     reasons = {
         "is an encoder-decoder": model.config.is_encoder_decoder,
         "carries a recurrent state from token to token": model._is_stateful,
         "does not take its attention from transformers' AttentionInterface": not model._supports_attention_backend,
-        "builds masks of its own (it has no flash attention)": not model._supports_flash_attn,
+        "builds masks of its own (it has no flash attention)": not (model._supports_flash_attn or attends_in_chunks),
         f"has layers of type {', '.join(sorted(types - _LAYER_TYPES))}": bool(types - _LAYER_TYPES),
-        "has a vision tower": hasattr(model.config, "vision_config") and model.config.model_type not in VISION_MODELS,
+        "has a vision tower": hasattr(model.config, "vision_config")
+        and not (model.config.model_type in VISION_MODELS or attends_in_chunks),
         "lets tokens see later ones": causal != {True} or getattr(config, "is_causal", True) is False,
         "counts positions from its padding token": any(
             hasattr(x, "create_position_ids_from_input_ids") for x in modules

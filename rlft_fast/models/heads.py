@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils._pytree import tree_map_only
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
 from rlft_fast.data import Images
@@ -22,7 +23,7 @@ from rlft_fast.models.architectures import (
     padded_attention,
     why_not_packed,
 )
-from rlft_fast.models.attention import RowCache, takes_row_cache
+from rlft_fast.models.attention import RowCache, cache_argument, counts_tokens_before, prepare_chunks, takes_row_cache
 from rlft_fast.models.images import has_three_positions, has_vision, prompts_with_images
 from rlft_fast.models.packed import ModelInputs, final_hidden
 from rlft_fast.models.probe import probe
@@ -37,7 +38,6 @@ from rlft_fast.ops import (
     top_logprob,
 )
 from rlft_fast.ops.logprob import LossFunction
-from rlft_fast.plugins import parameter_names
 
 
 class LogprobHead(nn.Module):
@@ -268,7 +268,7 @@ class _HeadedModel(nn.Module):
         self.padded_because = why_not_packed(model)
         if not self.padded_because:
             model.set_attn_implementation(packed_implementation(model.config))
-        elif hasattr(model.config, "vision_config"):
+        if hasattr(model.config, "vision_config") and (self.padded_because or not has_vision(model)):
             ends = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, "score", None))
             parts = [part for part in (model.get_decoder(), *ends) if part is not None]
             runs = {id(parameter) for part in parts for parameter in part.parameters()}
@@ -322,6 +322,11 @@ class PolicyModel(_HeadedModel):
     def decodes_in_place(self) -> bool:
         """Whether `prefill_rows` and `next_logits` give the model's logits. Otherwise `generate` does."""
         return not self.padded_because and takes_row_cache(self.model, images_alone=has_vision(self.backbone))
+
+    @property
+    def sees_padding(self) -> bool:
+        """Whether padding on the left would change the logits of generated tokens."""
+        return bool(self.padded_because) or counts_tokens_before(self.model.config)
 
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss | TopLogprob:
         """Log-probabilities of the A active positions, or their loss. Keywords as in :meth:`LogprobHead.forward`."""
@@ -395,7 +400,7 @@ class PolicyModel(_HeadedModel):
             model = self.backbone.get_decoder()
             model(
                 position_ids=positions[..., begun:-1], use_cache=True, **keywords,
-                **{_cache_argument(model.forward): cache},
+                **{cache_argument(model.forward): cache},
             )  # fmt: skip
         return positions[..., -1].view(-1, len(prompt_ids))[0]
 
@@ -411,7 +416,7 @@ class PolicyModel(_HeadedModel):
         mask_UL = torch.arange(cache.get_seq_length() + 1, device=padding_U.device) >= padding_U[:, None]
         outputs = self.model(
             input_ids=token_ids_U[:, None], attention_mask=mask_UL.long(), position_ids=position_U[:, None],
-            use_cache=True, **{_cache_argument(type(self.model).forward): cache},
+            use_cache=True, **{cache_argument(type(self.model).forward): cache},
         )  # fmt: skip
         return outputs.logits[:, -1]
 
@@ -421,7 +426,7 @@ class PolicyModel(_HeadedModel):
             self.backbone(
                 input_ids=prompt_ids[:, begun:-1], attention_mask=attention_mask[:, :-1],
                 position_ids=_positions(attention_mask)[:, begun:-1], use_cache=True,
-                **{_cache_argument(self.backbone.forward): cache},
+                **{cache_argument(self.backbone.forward): cache},
             )  # fmt: skip
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None, **options: Any) -> Tensor:
@@ -440,15 +445,10 @@ class PolicyModel(_HeadedModel):
         if cache is not None:
             # Without position_ids, Qwen2-VL would reuse the ids of the previous batch, whose size differs.
             options["position_ids"] = _positions(attention_mask)
-            options[_cache_argument(GenerationMixin.prepare_inputs_for_generation)] = cache
+            options[cache_argument(GenerationMixin.prepare_inputs_for_generation)] = cache
         elif self.model.config.model_type in WITHOUT_CACHE:
             options["use_cache"] = False
         return cast(Any, self.model).generate(input_ids, attention_mask=attention_mask, **options)
-
-
-def _cache_argument(function: Callable[..., Any]) -> str:
-    """The name by which a forward takes its cache. transformers 5.24 renamed it and warns of the old name."""
-    return "cache" if "cache" in parameter_names(function) else "past_key_values"
 
 
 def _positions(attention_mask: Tensor) -> Tensor:
@@ -462,10 +462,12 @@ def _one_sequence(model: PreTrainedModel, input_ids_T: Tensor, target_T: Tensor)
     position_ids_T = torch.arange(length, device=device)
     if has_three_positions(model.base_model):
         position_ids_T = position_ids_T.expand(3, -1)
-    boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
+    boundaries = torch.tensor([0, length], dtype=torch.int32)
+    chunks, boundaries = prepare_chunks(model, boundaries, boundaries, None), boundaries.to(device)
     return ModelInputs(
         input_ids_U=input_ids_T, position_ids_U=position_ids_T,
         cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=length, max_seqlen_k=length, key_index=None,
+        chunks=tree_map_only(Tensor, lambda x: x.to(device), chunks),
         active_index_A=torch.arange(length, device=device), target_A=target_T, output_index_A=torch.arange(length),
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from rlft_fast.models.attention import LookAhead
+from rlft_fast.models.attention import Chunks, CountedPositions, LookAhead, cache_argument, counts_tokens_before
 from rlft_fast.models.images import ImageInputs, embed_with_images
 from rlft_fast.ops.packing import RowIndex
 
@@ -30,6 +30,7 @@ class ModelInputs:
         max_seqlen_q: length of the longest segment.
         max_seqlen_k: most keys of a segment.
         key_index: the row of each of the M keys among the rows of all ranks; None: keys are the rows in order.
+        chunks: the segments of layers that attend within chunks; None: they have the segments of all layers.
         active_index_A: (A,) int64 rows that need the head; a row may need it several times, with different targets.
         target_A: (A,) int64 next tokens.
         output_index_A: (A,) int64 on the CPU, position in the micro-batch that each output belongs to.
@@ -53,6 +54,7 @@ class ModelInputs:
     active_index_A: Tensor
     target_A: Tensor
     output_index_A: Tensor
+    chunks: Chunks | None = None
     row_T: Tensor | None = None
     support_AK: Tensor | None = None
     routed_experts_UK: Tensor | None = None
@@ -77,8 +79,12 @@ def _packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
     else:
         model = cast(PreTrainedModel, backbone).get_decoder()
         tokens = embed_with_images(backbone, inputs.input_ids_U, inputs.images)
+    counted = {}
+    if counts_tokens_before(cast(PreTrainedModel, model).config):
+        counted[cache_argument(model.forward)] = CountedPositions(inputs.position_ids_U)
     outputs = model(
         **tokens,
+        **counted,
         position_ids=inputs.position_ids_U.unsqueeze(-2),  # a batch of one for transformers
         use_cache=False,
         cu_seq_lens_q=inputs.cu_seqlens_q,
@@ -86,6 +92,7 @@ def _packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
         max_length_q=inputs.max_seqlen_q,
         max_length_k=inputs.max_seqlen_k,
         key_index=inputs.key_index,
+        chunks=inputs.chunks,
         look_ahead=inputs.look_ahead,
         sequence_group=inputs.sequence_group,
     )

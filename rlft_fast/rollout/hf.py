@@ -34,7 +34,8 @@ class HFGenerator:
     are kept from one call of `generate` to the next. transformers' ``generate`` decodes any other model.
 
     A model that cannot be packed has a cache of its own, which may hold states that see padding. Its batches have
-    prompts of one length, every sample runs its prompt, and the others run again when some leave the batch.
+    prompts of one length, every sample runs its prompt, and the others run again when some leave the batch. A model
+    that counts positions from its cache (Llama 4) has batches of one length, too.
 
     Args:
         model: the policy.
@@ -57,14 +58,14 @@ class HFGenerator:
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
         """Samples a completion for each request, see `Generator.generate`. No request is refused."""
         # The stance: compiled blocks would compile again for the cache.
-        is_padded = bool(self.model.padded_because)
+        one_length = self.model.sees_padding
         self._kept.keep_only({request.episode for request in requests})
         with _generation_mode(self.model), torch.compiler.set_stance("force_eager"):
             groups = _equal_prompts(requests)
             self._kept.common = self._run_beginning([requests[group[0]] for group in groups])
-            groups = self._in_order(groups, requests, by_length=is_padded)
+            groups = self._in_order(groups, requests, by_length=one_length)
             asked = [[requests[i] for i in group] for group in groups]
-            batches = _batches(asked, self.batch_size, one_length=is_padded)
+            batches = _batches(asked, self.batch_size, one_length=one_length)
             found = [completion for batch in batches for completion in self._generate(batch, params)]
         self._kept.common = None
         order = [*chain.from_iterable(groups)]

@@ -19,8 +19,6 @@ from transformers import (
     Gemma3TextModel,
     Lfm2Config,
     Lfm2ForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -504,7 +502,6 @@ ROBERTA = {name: size for name, size in SMALL.items() if name != "num_key_value_
         (MambaForCausalLM, MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1), "a recurrent state"),
         (Lfm2ForCausalLM, Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "layers of type conv"),
         (NemotronForCausalLM, NemotronConfig(**SMALL), "hand boundaries on"),
-        (Llama4ForCausalLM, Llama4TextConfig(**SMALL, num_local_experts=2), "builds masks of its own"),
     ],
 )
 def test_a_model_that_cannot_be_packed_runs_padded(tmp_path, model_class, config, reason):

@@ -107,7 +107,7 @@ def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:
     return torch.log_softmax(logits / temperature, -1)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "gpt-oss", *PADDED_MODELS, *VISION_MODELS])
+@pytest.mark.parametrize("name", [*MODELS, "gpt-oss", "llama4", *PADDED_MODELS, *VISION_MODELS])
 def test_greedy_is_that_of_plain_transformers_one_by_one(tiny_model, name):
     path = tiny_model(name)
     found = draw_samples(make_generator(path), PROMPTS, GREEDY)

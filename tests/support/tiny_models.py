@@ -108,6 +108,10 @@ MORE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "gpt-oss": (GptOssForCausalLM, GptOssConfig, {  # attention sinks
         "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": SLIDING_WINDOW,
     }),
+    "llama4": (Llama4ForCausalLM, Llama4TextConfig, {  # attention within chunks, and queries scaled by their positions
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": SLIDING_WINDOW,
+        "intermediate_size_mlp": 48, "no_rope_layer_interval": 2, "floor_scale": 4,
+    }),
 }  # fmt: skip
 
 # Packed sequences would be wrong for these.
@@ -116,10 +120,6 @@ PADDED_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "qwen3.5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, {
         "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    }),
-    "llama4": (Llama4ForCausalLM, Llama4TextConfig, {  # attention within chunks
-        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": SLIDING_WINDOW,
-        "intermediate_size_mlp": 48, "no_rope_layer_interval": 2, "floor_scale": 4,
     }),
     # Its images do not run, and its tower is frozen.
     "llava-next": (LlavaNextForConditionalGeneration, LlavaNextConfig, {

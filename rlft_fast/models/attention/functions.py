@@ -15,6 +15,8 @@ attention function. It builds no mask for an attention without a mask function, 
 A segment is a sequence, or the end of one whose beginning other segments hold. It attends to these as well, as several
 segments may.
 
+Layers may attend within chunks (Llama 4). They have segments of their own (`Chunks`).
+
 Tokens of an image may attend to all tokens of the image (Gemma 3). Their rows run once more as segments that are not
 causal (`LookAhead`).
 
@@ -38,6 +40,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlft_fast.models.attention.chunks import Chunks, is_chunked
 from rlft_fast.models.attention.sinks import AllSegments, OneSegment, attention_with_sinks
 from rlft_fast.ops import gather_heads_scatter_tokens, gather_tokens_scatter_heads
 from rlft_fast.ops.packing import RowIndex, take_rows
@@ -83,6 +86,7 @@ def packed_attention(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     key_index: RowIndex | None = None,
+    chunks: Chunks | None = None,
     look_ahead: LookAhead | None = None,
     sequence_group: ProcessGroup | None = None,
     scaling: float | None = None,
@@ -107,6 +111,7 @@ def packed_attention(
         max_length_q: length of the longest segment.
         max_length_k: largest number of keys of a segment.
         key_index: the row of each of the M keys among all T rows; None: the keys are the rows in order.
+        chunks: the segments and keys of a layer that attends within chunks; None: as those of other layers.
         look_ahead: rows that attend to later ones; None: attention is causal for all rows.
         sequence_group: the N ranks that share the rows; heads is a multiple of N.
         scaling: factor on the scores; None: 1 / sqrt(head_dim).
@@ -139,6 +144,8 @@ def packed_attention(
     if cu_seq_lens_k is None or max_length_k is None:
         cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
     boundaries = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if chunks is not None and is_chunked(module):
+        key_index, boundaries = chunks.key_index, chunks[1:]
     output = _attend(query, *_taken(key, value, key_index), boundaries, scores)
     if look_ahead is not None:
         if s_aux is not None:

@@ -3,7 +3,7 @@
 transformers' `DynamicCache` copies all keys and values with every token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -89,6 +89,11 @@ def takes_row_cache(model: PreTrainedModel, *, images_alone: bool = False) -> bo
         return False
     layers = DynamicCache(config=model.config).layers
     return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def cache_argument(function: Callable[..., object]) -> str:
+    """The name by which a forward takes its cache. transformers 5.24 renamed it and warns of the old name."""
+    return "cache" if "cache" in parameter_names(function) else "past_key_values"
 
 
 RowStates = list[tuple[Tensor, Tensor]]

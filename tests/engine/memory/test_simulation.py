@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AttentionInterface
+from transformers import AttentionInterface, BloomForCausalLM
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine
@@ -19,6 +19,7 @@ from rlft_fast.engine.memory.trace import MANY_ROWS, Note, Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.sharding.build import build_model
 from tests.engine.memory.planned import save_model
+from tests.engine.models.every_architecture import small_model
 from tests.support.machine.distributed import start_processes
 from tests.support.tiny_models import save_tiny_model
 
@@ -146,10 +147,11 @@ def test_latent_attention_grows_with_the_tokens(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_padded_model_is_planned_from_short_sequences(tiny_model):
+def test_a_padded_model_is_planned_from_short_sequences(tmp_path):
     """Its scores grow with the square of the length: in the longest of the short sequences they take a quarter."""
+    small_model("bloom", BloomForCausalLM).save_pretrained(tmp_path)
     config = EngineConfig(compute_dtype="bfloat16")
-    work = Workload(path=str(tiny_model("llama4")), config=config, world_size=1, num_tokens=1600)
+    work = Workload(path=str(tmp_path), config=config, world_size=1, num_tokens=1600)
     assert simulate(work) == all_blocks(work)
 
 

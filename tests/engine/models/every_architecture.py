@@ -162,6 +162,7 @@ SMALL_OF: dict[str, dict[str, Any]] = {
     "idefics3_vision": {"image_size": 64},  # 2 x 2 patches, which make one token
     "smolvlm_vision": {"image_size": 64},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "llama4_text": {"attention_chunk_size": 4, "floor_scale": 3, "no_rope_layer_interval": 2},
     "mistral4": {"head_dim": 8},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
@@ -383,14 +384,12 @@ def _gradients(model: PreTrainedModel, logprob: Tensor) -> list[Tensor]:
 def _generated_logits(policy: PolicyModel, parts: tuple[Tensor, ...]) -> Tensor:
     """(2 B, 2, V) as rollouts compute them: prefill, then token by token for two samples each.
 
-    Sequences are padded on the left, or run one by one if the model trains padded.
+    Sequences are padded on the left, or run one by one if the model would see the padding.
     """
-    alone = [(part, torch.ones_like(part)) for part in parts]
-    batches = alone if policy.padded_because else [_padded_left(parts)]
     policy.model.generation_config = GenerationConfig()
     config = GenerationConfig(max_new_tokens=2, output_logits=True, return_dict_in_generate=True)
     logits = []
-    for prompts in batches:
+    for prompts in _batches(policy, parts):
         with padded_attention(policy.model):
             twice = (x.repeat_interleave(2, 0) for x in prompts)
             output = cast(
@@ -402,16 +401,24 @@ def _generated_logits(policy: PolicyModel, parts: tuple[Tensor, ...]) -> Tensor:
 
 def _logits_in_place(policy: PolicyModel, parts: tuple[Tensor, ...]) -> Tensor:
     """The same by our own loop: the second sample of each sequence branches after the first token."""
-    ids, mask = _padded_left(parts)
-    first_rows, padding = torch.arange(len(ids)), (mask == 0).sum(1)
-    with padded_attention(policy.model):
-        cache = RowCache(policy.model, 2 * len(ids), ids.shape[1] + 1)
-        position = policy.prefill_rows(ids, mask, cache)
-        first = policy.next_logits(ids[:, -1], position, padding, cache)
-        cache.copy_rows(first_rows, first_rows + len(ids), 2 * len(ids))
-        second = policy.next_logits(first.argmax(1).repeat(2), position.repeat(2) + 1, padding.repeat(2), cache)
-    order = first_rows.repeat_interleave(2) + torch.tensor([0, len(ids)]).repeat(len(ids))
-    return torch.stack([first.repeat(2, 1), second], 1)[order]
+    logits = []
+    for ids, mask in _batches(policy, parts):
+        first_rows, padding = torch.arange(len(ids)), (mask == 0).sum(1)
+        with padded_attention(policy.model):
+            cache = RowCache(policy.model, 2 * len(ids), ids.shape[1] + 1)
+            position = policy.prefill_rows(ids, mask, cache)
+            first = policy.next_logits(ids[:, -1], position, padding, cache)
+            cache.copy_rows(first_rows, first_rows + len(ids), 2 * len(ids))
+            second = policy.next_logits(first.argmax(1).repeat(2), position.repeat(2) + 1, padding.repeat(2), cache)
+        order = first_rows.repeat_interleave(2) + torch.tensor([0, len(ids)]).repeat(len(ids))
+        logits.append(torch.stack([first.repeat(2, 1), second], 1)[order])
+    return torch.cat(logits)
+
+
+def _batches(policy: PolicyModel, parts: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Ids and mask: of all sequences, padded on the left, or of each alone if the model would see the padding."""
+    alone = [(part, torch.ones_like(part)) for part in parts]
+    return alone if policy.sees_padding else [_padded_left(parts)]
 
 
 def _padded_left(parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,9 @@ from tests.support.tiny_models import PICTURE_MODELS, VISION_MODELS
 
 pytestmark = pytest.mark.dist
 
-# Two key-value heads; one, which is fewer than ranks, and a window; soft-caps; experts and two head widths; images,
-# tokens of which attend to later ones in Gemma 3.
-NAMES = ["llama", "mistral", "gemma2", "deepseek-v3", "gpt-oss", "qwen2.5-vl", "qwen3-vl", "gemma3-vision"]
+# Two key-value heads; one, which is fewer than ranks, and a window; soft-caps; experts and two head widths; sinks;
+# chunks; images, tokens of which attend to later ones in Gemma 3.
+NAMES = ["llama", "mistral", "gemma2", "deepseek-v3", "gpt-oss", "llama4", "qwen2.5-vl", "qwen3-vl", "gemma3-vision"]
 # Many micro-batches, most with an odd number of rows; one with all; one sequence, so that other ranks have none.
 CASES = {"llama": [(24, 7), (1000, 7), (1000, 1)], "qwen3-vl": [(80, 6), (1000, 2)]}
 
