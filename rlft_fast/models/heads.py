@@ -413,9 +413,8 @@ class PolicyModel(_HeadedModel):
             padding_U: (U,) int64 padding at the left of each row.
             cache: of all tokens before. Afterwards it has these tokens, too.
         """
-        mask_UL = torch.arange(cache.get_seq_length() + 1, device=padding_U.device) >= padding_U[:, None]
         outputs = self.model(
-            input_ids=token_ids_U[:, None], attention_mask=mask_UL.long(), position_ids=position_U[:, None],
+            input_ids=token_ids_U[:, None], attention_mask=cache.mask(padding_U), position_ids=position_U[:, None],
             use_cache=True, **{cache_argument(type(self.model).forward): cache},
         )  # fmt: skip
         return outputs.logits[:, -1]

@@ -6,6 +6,7 @@ columns          completions as columns of samples
 factory          the rollout that a configuration names
 hf               generates with transformers and the policy itself
 decoding         decodes models whose cache is keys and values
+graphs           CUDA graphs of decode steps
 by_transformers  decodes any other model, by `generate`
 sampling         chooses tokens from logits
 vllm             generates with vLLM: in this process, in one beside it, or on servers

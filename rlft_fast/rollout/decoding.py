@@ -11,15 +11,22 @@ import torch
 from torch import Tensor
 
 from rlft_fast.models import Ends, PolicyModel, RowCache, RowStates
+from rlft_fast.rollout.graphs import DecodeGraphs
 from rlft_fast.rollout.sampling import Choice, Prompts, Sampled, choose
 from rlft_fast.rollout.types import SamplingParams
 
 
-def decode(model: PolicyModel, prompts: Prompts, params: SamplingParams, ends: Ends) -> list[Sampled]:
+def decode(
+    model: PolicyModel, prompts: Prompts, params: SamplingParams, ends: Ends, graphs: DecodeGraphs | None = None
+) -> list[Sampled]:
     """Samples completions, in their order. Each stops at its end, but a stop text may be found late (`Ends`)."""
     device, num_completions = prompts.ids_GL.device, len(prompts.limits)
     most_tokens = prompts.ids_GL.shape[1] + max(prompts.limits) - 1  # the last token is never run
-    cache = RowCache(model.model, num_completions, most_tokens, keeps_all=any(prompts.keeps))
+    if graphs is None:
+        cache = RowCache(model.model, num_completions, most_tokens, keeps_all=any(prompts.keeps))
+    else:
+        cache = graphs.cache(num_completions, most_tokens)
+    next_logits = model.next_logits if graphs is None else graphs.next_logits
     token_U, padding_U = prompts.ids_GL[:, -1], (prompts.mask_GL == 0).sum(1)
     if prompts.num_begun:
         cache.begin(prompts.begun, padding_U.tolist(), prompts.num_begun)
@@ -29,7 +36,7 @@ def decode(model: PolicyModel, prompts: Prompts, params: SamplingParams, ends: E
     running = [*range(num_completions)]
     sampled = [Sampled() for _ in running]
     for step in range(max(prompts.limits)):
-        logits_UV = model.next_logits(token_U, position_U, padding_U, cache)
+        logits_UV = next_logits(token_U, position_U, padding_U, cache)
         uniform_B = None if prompts.uniform_BN is None else prompts.uniform_BN[running, step]
         choice = choose(logits_UV, torch.tensor(rows, device=device), uniform_B, params)
         _append([sampled[number] for number in running], choice)

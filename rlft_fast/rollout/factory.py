@@ -10,7 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, server_urls
 from rlft_fast.engine import FSDPEngine, WeightStream, adapter_config, adapter_stream
+from rlft_fast.engine.sharding import CudaRecorder
 from rlft_fast.models import PolicyModel, end_token_ids, split_stop
+from rlft_fast.rollout.graphs import DecodeGraphs, can_step
 from rlft_fast.rollout.hf import HFGenerator, gathered_policy
 from rlft_fast.rollout.together import Rollout, RolloutError
 from rlft_fast.rollout.types import Generator, SampledModel
@@ -60,7 +62,8 @@ def build_rollout(
         )
 
     sampling = partial(gathered_policy, engine, dtype)
-    return Rollout(lambda: HFGenerator(model, tokenizer, config.batch_size), engine.world, sampling=sampling)
+    graphs = DecodeGraphs(model, CudaRecorder()) if engine.config.cuda_graphs and can_step(model) else None
+    return Rollout(lambda: HFGenerator(model, tokenizer, config.batch_size, graphs), engine.world, sampling=sampling)
 
 
 def _vllm_rollout(

@@ -21,6 +21,7 @@ from rlft_fast.models import (
 from rlft_fast.rollout.beginnings import Beginning, KeptBeginnings
 from rlft_fast.rollout.by_transformers import PAD_TOKEN_ID, decode_by_transformers
 from rlft_fast.rollout.decoding import decode
+from rlft_fast.rollout.graphs import DecodeGraphs
 from rlft_fast.rollout.sampling import Prompts, Sampled, uniform_numbers
 from rlft_fast.rollout.types import Answers, Completion, Request, SamplingParams, Span
 
@@ -42,14 +43,19 @@ class HFGenerator:
         tokenizer: names an end token, and decodes completions to find stop texts.
         batch_size: most completions generated at once. Where it is below the samples of a prompt, the prompt runs
             several times.
+        graphs: of the model's decode steps; None: steps are launched.
     """
 
     name = "transformers"
 
-    def __init__(self, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> None:
+    def __init__(
+        self, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, batch_size: int,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
+        self.graphs = graphs
         self.weight_version = 0
         self._kept = KeptBeginnings(batch_size)
         self.eos_token_ids = end_token_ids(model.model.generation_config, tokenizer)
@@ -81,8 +87,10 @@ class HFGenerator:
         return {}
 
     def sleep(self) -> None:
-        """Drops what is kept of episodes."""
+        """Drops what is kept of episodes, and recorded steps."""
         self._kept.keep_only(())
+        if self.graphs is not None:
+            self.graphs.drop()
 
     def close(self) -> None:
         """The same."""
@@ -112,8 +120,11 @@ class HFGenerator:
         requests = [*chain.from_iterable(batch)]
         end_ids, stop = split_stop(params.stop, self.tokenizer)
         ends = Ends(self.tokenizer, [*self.eos_token_ids, *end_ids], stop)
-        sample = decode if self.model.decodes_in_place else decode_by_transformers
-        sampled = sample(self.model, self._prompts(batch, params), params, ends)
+        prompts = self._prompts(batch, params)
+        if self.model.decodes_in_place:
+            sampled = decode(self.model, prompts, params, ends, self.graphs)
+        else:
+            sampled = decode_by_transformers(self.model, prompts, params, ends)
         completions = []
         for row, request in zip(sampled, requests, strict=True):
             completions.append(self._completion(row, request.max_new_tokens, ends))

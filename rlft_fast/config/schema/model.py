@@ -135,7 +135,7 @@ class ModelConfig(Section):
     compile: MayChange[Literal["auto"] | bool] = "auto"
     """Compile each block with torch.compile; auto: on a GPU."""
     cuda_graphs: MayChange[bool] = False
-    """Record the backbone's forward and backward passes as CUDA graphs: for small models, whose launches take longest.
+    """Record the backbone's passes, and decode steps of hf, as CUDA graphs: for small models, which wait for launches.
 
     On one GPU, in bfloat16, for dense models of text. Micro-batches are padded to sizes that come again, up to 1/32
     more tokens from 2048 on. It has not run on a GPU yet: a pass that cannot be recorded runs as without it."""

@@ -19,7 +19,15 @@ from rlft_fast.engine.sharding.build import (
     state_bytes,
 )
 from rlft_fast.engine.sharding.float8 import float8_layers, multiply_in_float8, require_float8
-from rlft_fast.engine.sharding.graphs import CudaRecorder, Recorder, Replay, drop_graphs, require_graphs, run_in_graphs
+from rlft_fast.engine.sharding.graphs import (
+    CudaRecorder,
+    Recorder,
+    Replay,
+    drop_graphs,
+    require_graphs,
+    run_in_graphs,
+    warn_of_recording,
+)
 from rlft_fast.engine.sharding.mesh import device_memory, host_memory, resolve_shard_size, shard_numel
 from rlft_fast.engine.sharding.narrow import narrowed
 from rlft_fast.engine.sharding.wrap import (
@@ -67,4 +75,5 @@ __all__ = [
     "shard",
     "shard_numel",
     "state_bytes",
+    "warn_of_recording",
 ]

@@ -78,6 +78,12 @@ def drop_graphs(model: nn.Module) -> None:
         graphs.drop()
 
 
+def warn_of_recording(what: str, error: Exception) -> None:
+    """Says why something could not be recorded: the end of a recording raises, too, after what went wrong in it."""
+    reason = brief(error.__context__ or error)
+    warnings.warn(f"cuda_graphs: {what} could not be recorded, so none is replayed: {reason}", stacklevel=3)
+
+
 class CudaRecorder:
     """Records CUDA graphs. They share memory for what lives no longer than a pass."""
 
@@ -129,8 +135,8 @@ class BackboneGraphs:
 
     def __call__(self, backbone: nn.Module, inputs: ModelInputs) -> Tensor:
         """(U, D) final hidden states. They are overwritten by the next pass of this size."""
-        if not self._works:
-            return final_hidden(backbone, inputs)
+        if not self._works or any(x is not None for x in (inputs.chunks, inputs.look_ahead, inputs.images)):
+            return final_hidden(backbone, inputs)  # a recording copies no other inputs than `_tensors`
         trained = [p for p in backbone.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
         key = (bool(trained), *(x.shape for x in _tensors(inputs)), inputs.max_seqlen_q, inputs.max_seqlen_k)
         if key not in self._passes:
@@ -160,9 +166,7 @@ class BackboneGraphs:
         except Exception as error:
             self._works = False
             self.drop()
-            warnings.warn(
-                f"cuda_graphs: a pass could not be recorded, so none is replayed: {brief(error)}", stacklevel=2
-            )
+            warn_of_recording("a pass", error)
             return None
 
     def _add_gradients(

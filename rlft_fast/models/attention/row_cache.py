@@ -3,7 +3,9 @@
 transformers' `DynamicCache` copies all keys and values with every token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +26,63 @@ class RowCache(Cache):
         most_rows: rows that the buffers have room for.
         most_tokens: tokens that a row ever has. Buffers grow by half as they fill, but never beyond.
         keeps_all: whether layers with a window also keep what has left the window, which `row` needs.
+        grows: False: buffers have room for `most_tokens` from the beginning, and stay where they are.
     """
 
     def __init__(
-        self, model: PreTrainedModel, most_rows: int, most_tokens: int, *, keeps_all: bool = False
+        self, model: PreTrainedModel, most_rows: int, most_tokens: int, *, keeps_all: bool = False, grows: bool = True
     ) -> None:  # fmt: skip
         layers = DynamicCache(config=model.config).layers
-        self._row_layers = [_RowLayer(_window(layer), most_rows, most_tokens, keeps_all) for layer in layers]
+        self._row_layers = [_RowLayer(_window(layer), most_rows, most_tokens, keeps_all, grows) for layer in layers]
+        self._step: _Step | None = None
         super().__init__(layers=[*self._row_layers])
+
+    @property
+    def has_windows(self) -> bool:
+        return any(layer.window is not None for layer in self._row_layers)
+
+    def clear(self) -> None:
+        """Takes all tokens out. Buffers stay; they hold 0, because a step multiplies what it masks by 0."""
+        for layer in self._row_layers:
+            layer.num_tokens = layer.start = layer.end = 0
+        if buffers := [buffer for layer in self._row_layers for buffer in layer.buffers]:
+            torch._foreach_zero_(buffers)
+
+    @contextmanager
+    def stepping(self, column: Tensor, width: int) -> Iterator[None]:
+        """Inside, a pass adds one token to rows at a column that the device knows alone. `advance` counts it.
+
+        So all that the host knows is the same in every pass, as a CUDA graph needs.
+
+        Args:
+            column: (1,) int64, the number of columns before.
+            width: columns that the pass reads; those from `column` on are masked.
+        """
+        step = _Step(column, width)
+        for holder in (self, *self._row_layers):
+            holder._step = step
+        try:
+            yield
+        finally:
+            for holder in (self, *self._row_layers):
+                holder._step = None
+
+    def advance(self) -> None:
+        for layer in self._row_layers:
+            layer.end, layer.num_tokens = layer.end + 1, layer.num_tokens + 1
+
+    def mask(self, padding_U: Tensor) -> Tensor:
+        """What the next token of each row sees, as the model takes it: (U, L) int64, or (U, 1, 1, L) bool in a step.
+
+        Args:
+            padding_U: (U,) int64 padding at the left of each row.
+        """
+        if self._step is None:
+            return (torch.arange(self.get_seq_length() + 1, device=padding_U.device) >= padding_U[:, None]).long()
+        column, width = self._step
+        columns = torch.arange(width, device=padding_U.device)
+        first_U = padding_U.minimum(column)  # also rows that are not in use see a token
+        return ((columns >= first_U[:, None]) & (columns <= column))[:, None, None]
 
     def row(self, row: int, padding: int) -> "RowStates":
         """A copy of the keys and values of a row, without the padding at its left. The cache has to keep all."""
@@ -109,6 +160,13 @@ def _window(layer: object) -> int | None:
     return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 
 
+class _Step(NamedTuple):
+    """See `RowCache.stepping`."""
+
+    column: Tensor
+    width: int
+
+
 class _RowLayer(DynamicLayer):
     """The keys and values of one layer. New tokens see those from `start` to `end`; those from `first` on are kept.
 
@@ -117,12 +175,14 @@ class _RowLayer(DynamicLayer):
         most_rows: see `RowCache`.
         most_tokens: see `RowCache`.
         keeps_all: see `RowCache`.
+        grows: see `RowCache`.
     """
 
-    def __init__(self, window: int | None, most_rows: int, most_tokens: int, keeps_all: bool) -> None:
+    def __init__(self, window: int | None, most_rows: int, most_tokens: int, keeps_all: bool, grows: bool) -> None:
         super().__init__()
         self.window, self.most_rows, self.most_tokens = window, most_rows, most_tokens
-        self.keeps_all = keeps_all
+        self.keeps_all, self.grows = keeps_all, grows
+        self._step: _Step | None = None
         self.is_sliding = window is not None  # transformers chooses the mask by it
         self.buffers: list[Tensor] = []
         self.num_tokens = self.start = self.end = 0
@@ -130,6 +190,8 @@ class _RowLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Adds (R, heads, new, dim) keys and values of the first R rows, and returns all that the new tokens see."""
         states = (key_states, value_states)
+        if self._step is not None:
+            return self._put(states, *self._step)
         rows, new = len(key_states), key_states.shape[2]
         if not self.buffers or self.end + new > self.buffers[0].shape[2]:
             self._make_room(states)
@@ -140,6 +202,13 @@ class _RowLayer(DynamicLayer):
         self.num_tokens += new
         if self.window is not None:
             self.start = max(self.start, self.end - self.window + 1)
+        return keys, values
+
+    def _put(self, states: tuple[Tensor, Tensor], column: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        rows = len(states[0])
+        for buffer, state in zip(self.buffers, states, strict=True):
+            buffer[:rows].index_copy_(2, column, state)
+        keys, values = (buffer[:rows, :, :width] for buffer in self.buffers)
         return keys, values
 
     @property
@@ -166,11 +235,12 @@ class _RowLayer(DynamicLayer):
     def _make_room(self, states: Sequence[Tensor]) -> None:
         first, kept, new = self.first, self.end - self.first, states[0].shape[2]
         spare = _MIN_ROOM if self.window and not self.keeps_all else max(_MIN_ROOM, kept // 2)
-        room = min(kept + new + spare, kept + self.most_tokens - self.num_tokens)
+        room = min(kept + new + spare, kept + self.most_tokens - self.num_tokens) if self.grows else self.most_tokens
         full, self.buffers = self.buffers, []
         for i, state in enumerate(states):
             heads, width = state.shape[1], state.shape[3]
-            self.buffers.append(state.new_empty(self.most_rows, heads, room, width))
+            make = state.new_empty if self.grows else state.new_zeros
+            self.buffers.append(make(self.most_rows, heads, room, width))
             if full:
                 old = full[i][: self.most_rows, :, first : self.end]
                 self.buffers[i][: len(old), :, :kept] = old

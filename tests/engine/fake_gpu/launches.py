@@ -23,12 +23,14 @@ from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.optimizer import build_optimizer
-from rlft_fast.engine.sharding import graphs, hand_over_gradients
+from rlft_fast.engine.sharding import Recorder, graphs, hand_over_gradients
 from rlft_fast.engine.sharding.build import build_model
 from rlft_fast.engine.sharding.narrow import narrow
+from rlft_fast.models import RowCache, padded_attention
 from rlft_fast.models.weights import materialize
 from rlft_fast.ops import grad_norm
 from rlft_fast.rl import PolicyLoss
+from rlft_fast.rollout.graphs import DecodeGraphs
 
 T = TypeVar("T")
 # Of Qwen2.5-0.5B.
@@ -124,17 +126,35 @@ def step(engine: FSDPEngine) -> None:
     engine._step_optimizer(grad_norm(engine.model.parameters()), 0)
 
 
+def decode(engine: FSDPEngine, mode: Launches, record: Recorder | None) -> Counter[str]:
+    """Launches of a step of 64 rows, without the choice of tokens."""
+    model = engine.model
+    steps = DecodeGraphs(model, record)
+    padding_U, token_U = (torch.zeros(64, dtype=torch.int64, device="cuda") for _ in range(2))
+    ids_UL = torch.zeros(64, 40, dtype=torch.int64, device="cuda")
+    with padded_attention(model.model), torch.no_grad():
+        cache = RowCache(model.model, 64, 100) if record is None else steps.cache(64, 100)
+        position_U = model.prefill_rows(ids_UL, torch.ones_like(ids_UL), cache)
+        for _ in range(3):  # a size comes once, is recorded, and comes again
+            mode.by_name = Counter()
+            (model if record is None else steps).next_logits(token_U, position_U, padding_U, cache)
+    return mode.by_name
+
+
 def main(folder: Path, numbers_of_layers: list[int]) -> None:
-    found: dict[str, dict[int, Counter[str]]] = {"launched": {}, "in graphs": {}}
+    ways = ("launched", "in graphs")
+    found: dict[str, dict[int, Counter[str]]] = {f"{what}{way}": {} for what in ("", "decode ") for way in ways}
     with Launches() as mode:
         graphs.CudaRecorder = lambda: CountedGraphs(mode)
         InterpretedFunction.__getitem__ = lambda kernel, _: lambda *_, **__: mode.note(kernel.fn.__name__)
-        for way, num_layers in product(found, numbers_of_layers):
+        for way, num_layers in product(ways, numbers_of_layers):
             engine = make_engine(folder, num_layers, way == "in graphs")
             for _ in range(3 if way == "in graphs" else 1):  # sizes come once, are recorded, and come again
                 mode.by_name = Counter()
                 step(engine)
-            found[way][num_layers] = mode.by_name
+            found[way][num_layers], mode.by_name = mode.by_name, Counter()
+            record = CountedGraphs(mode) if way == "in graphs" else None
+            found[f"decode {way}"][num_layers], mode.by_name = decode(engine, mode, record), Counter()
     print(json.dumps(found))
 
 

@@ -34,8 +34,9 @@ def counted(tmp_path_factory) -> dict[str, dict[str, dict[str, int]]]:
 def test_a_step_launches_less_than_a_fifth(counted):
     """A further layer adds as many launches as the second."""
     first, second = ({way: sum(found[layers].values()) for way, found in counted.items()} for layers in ("1", "2"))
-    launched, in_graphs = (first[way] + (NUM_LAYERS - 1) * (second[way] - first[way]) for way in counted)
-    assert in_graphs < 0.2 * launched
+    whole = {way: first[way] + (NUM_LAYERS - 1) * (second[way] - first[way]) for way in counted}
+    assert whole["in graphs"] < 0.2 * whole["launched"]
+    assert whole["decode in graphs"] < 0.01 * whole["decode launched"]
 
 
 def test_the_backbone_is_two_launches_of_each_micro_batch(counted):
@@ -45,3 +46,9 @@ def test_the_backbone_is_two_launches_of_each_micro_batch(counted):
     more = {name for name in second if second[name] != first.get(name, 0)}
     assert more <= {"aten::_to_copy", "aten::_foreach_zero_", "rlft_fast::multi_tensor_adamw_"}  # of weights
     assert second["aten::mm"] == 4  # the head's
+
+
+def test_a_decode_step_is_one_replay(counted):
+    """Beside copies of tokens, positions and paddings, and the number of columns."""
+    found = counted["decode in graphs"]
+    assert found["1"] == found["2"] == {"replay of a graph": 1, "aten::copy_": 3, "aten::fill_": 1}
