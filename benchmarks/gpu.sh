@@ -4,8 +4,8 @@
 #   benchmarks/gpu.sh PART [OUTPUT_FOLDER]     PART is 1 to 7, or all
 #
 #   1  build; the numbers of the head's kernels; utilisation of train_step at 1.5B, compiled, and its kernels by category
-#   2  utilisation of train_step at all models, compiled and eager; at 1.5B with the compiled head, larger micro-batches,
-#      and in float8 where torchao is installed
+#   2  utilisation of train_step at all models, compiled and eager; at 0.5B with CUDA graphs; at 1.5B with the compiled
+#      head, larger micro-batches, and in float8 where torchao is installed
 #   3  the demo's seconds per step by phase, with transformers and, where it is installed, with vLLM
 #   4  linear_logprob at Qwen3-8B's shape, beside its peers
 #   5  the epilogues of Triton's GEMMs at all shapes; the same as part 4 at a small and at Gemma's shape
@@ -113,6 +113,7 @@ case $part in
   2)
     first=${engine_shapes%% *}
     utilisation 250 --shapes $engine_shapes --compile 1 0
+    utilisation 80 --shapes "${engine_shapes##* }" --compile 1 --cuda-graphs --name engine-gpu-graphs
     utilisation 110 --shapes "$first" --compile 1 --max-tokens 16384 --name engine-gpu-16384
     utilisation 110 --shapes "$first" --compile 1 --backend native --name engine-gpu-native
     if $python -c 'import torchao' 2>"$folder/missing.log"; then

@@ -32,7 +32,7 @@ from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine, model_flops, peak_flops
 from rlft_fast.engine.memory.engine import USABLE, plan_engine_memory
 from rlft_fast.engine.optimizer import build_optimizer, named_parameters
-from rlft_fast.engine.sharding import multiply_in_float8
+from rlft_fast.engine.sharding import multiply_in_float8, run_in_graphs
 from rlft_fast.engine.sharding.build import build_model, shard
 from rlft_fast.engine.sharding.mesh import device_memory
 from rlft_fast.models.weights import materialize
@@ -70,6 +70,7 @@ class RandomEngine(FSDPEngine):
         materialize(self.model, self.device)
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.02)
+        run_in_graphs(self.model, self.config)
         self.optimizer = build_optimizer(named_parameters(self.model), self.config.optimizer)
         return self
 
@@ -110,19 +111,21 @@ def random_batch(vocab: int, max_tokens: int) -> Batch:
 
 
 def measure(
-    shape: str, max_tokens: int, rounds: int, compiled: bool, backend: str, float8: str | None
+    shape: str, max_tokens: int, rounds: int, compiled: bool, backend: str, float8: str | None, cuda_graphs: bool
 ) -> dict[str, Any]:  # fmt: skip
     """Measures in a process that has done nothing else."""
     if backend != "auto":
         backends._automatic = lambda *_: backend
-    config = EngineConfig(max_tokens=max_tokens, compute_dtype="bfloat16", compile=compiled, float8=float8)
+    config = EngineConfig(
+        max_tokens=max_tokens, compute_dtype="bfloat16", compile=compiled, float8=float8, cuda_graphs=cuda_graphs
+    )
     if shape == "7B":
         config = config.model_copy(update={"activation_checkpointing": "selective"})
     with tempfile.TemporaryDirectory() as folder:
         num_layers = layers_that_fit(folder, shape, config)
         engine = RandomEngine(write_config(folder, shape, num_layers), config, num_training_steps=1000).initialize()
     batch, loss, seconds = random_batch(SHAPES[shape][5], max_tokens), PolicyLoss(), []
-    for _ in range(2 + rounds):
+    for _ in range(2 + rounds):  # graphs are recorded in the second
         synchronise()
         start = time.perf_counter()
         engine.train_step(batch, loss)
@@ -175,6 +178,7 @@ def main() -> int:
     )
     parser.add_argument("--backend", choices=("auto", "native", "triton"), default="auto", help="of the head's kernels")
     parser.add_argument("--float8", help="recipe of the layers' products (default: bfloat16)")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay the backbone's passes")
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--name", default="engine-gpu", help="of the two files in the output (default: engine-gpu)")
@@ -185,7 +189,7 @@ def main() -> int:
         # A process of its own leaves no memory, no process group and no compiled graph to the next variant.
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             try:
-                variant = (bool(compiled), args.backend, args.float8)
+                variant = (bool(compiled), args.backend, args.float8, args.cuda_graphs)
                 done = pool.submit(measure, shape, args.max_tokens, args.rounds, *variant)
                 results.append(done.result())
             except Exception as error:
