@@ -38,9 +38,10 @@ def can_step(model: PolicyModel) -> bool:
 class DecodeGraphs:
     """`PolicyModel.next_logits` in graphs, with a cache that stays in its memory from batch to batch.
 
-    There is a recording for each power of two of rows and of columns. Rows and columns beyond those in use are
-    computed, too, but not read. A size runs without a graph at first, and is recorded when it comes again. Weights that
-    have moved are recorded anew. If a recording fails, this is said once, and all later steps run without graphs.
+    There is a recording for each power of two of rows and of columns, and for all rows. Rows and columns beyond those
+    in use are computed, too, but not read. A size runs without a graph at first, and is recorded when it comes again.
+    Weights that have moved are recorded anew. If a recording fails, this is said once, and all later steps run without
+    graphs.
 
     Args:
         model: `can_step`.
@@ -61,7 +62,7 @@ class DecodeGraphs:
         if self._cache is None or most_rows > self._size[0] or most_tokens > self._size[1]:
             rows, tokens = max(most_rows, self._size[0]), max(most_tokens, self._size[1])
             self.drop()
-            self._size = (_power_of_two(rows), -(-tokens // _ROOM_STEP) * _ROOM_STEP)
+            self._size = (rows, -(-tokens // _ROOM_STEP) * _ROOM_STEP)
             self._cache = RowCache(self._model.model, *self._size, keeps_all=True, grows=False)
             new = partial(torch.zeros, dtype=torch.int64, device=next(self._model.parameters()).device)
             self._rows = _Rows(new(self._size[0]), new(self._size[0]), new(self._size[0]), new(1))
@@ -86,7 +87,8 @@ class DecodeGraphs:
         for own, given in zip(self._rows, (token_ids_U, position_U, padding_U), strict=False):
             own[:num_rows] = given
         self._rows.column.fill_(num_columns - 1)
-        size = (_power_of_two(num_rows), min(_power_of_two(max(num_columns, _LEAST_COLUMNS)), self._size[1]))
+        width = _power_of_two(max(num_columns, _LEAST_COLUMNS))
+        size = (min(_power_of_two(num_rows), self._size[0]), min(width, self._size[1]))
         logits_RV = self._stepped(size, cache)
         cache.advance()
         return logits_RV[:num_rows]

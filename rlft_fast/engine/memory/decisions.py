@@ -150,8 +150,9 @@ def _state_choices(config: RunConfig, device_type: str) -> Iterator[list[dict[st
         adamw = optimizer if optimizer is not None and optimizer.name == "adamw" else None
         choices: list[dict[str, Any]] = [{}]
         if device_type == "cuda" and not (section.cpu_offload or section.offload_between_phases):
-            choices.append({f"{name}.offload_between_phases": True})
-            if optimizer is None or not optimizer.cpu_offload:
+            if not section.cuda_graphs:
+                choices.append({f"{name}.offload_between_phases": True})
+            if not (section.cuda_graphs or (optimizer is not None and optimizer.cpu_offload)):
                 choices.append({f"{name}.cpu_offload": True})
             if adamw is not None and not adamw.cpu_offload:
                 choices.append({f"{name}.optimizer.cpu_offload": True})

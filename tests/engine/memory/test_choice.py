@@ -12,7 +12,7 @@ from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen2C
 from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.engine.memory import simulation
-from rlft_fast.engine.memory.decisions import changed
+from rlft_fast.engine.memory.decisions import _state_choices, changed
 from rlft_fast.engine.memory.engine import USABLE
 from rlft_fast.engine.memory.fit import DoesNotFitError, check_run, choose
 from rlft_fast.engine.memory.run import plan_memory
@@ -182,3 +182,11 @@ def test_plans_take_seconds(model, num_gpus, most_seconds, answer, tmp_path, cap
     assert time.process_time() - started <= most_seconds
     assert simulation._simulate.cache_info().misses - passes <= 6
     assert re.search(answer, capsys.readouterr().out)
+
+
+def test_weights_that_graphs_have_recorded_stay_on_the_gpu(tmp_path):
+    config = small_run(tmp_path, actor__cuda_graphs=True)
+    (choices,) = (found for found in _state_choices(config, "cuda") if any("actor" in key for x in found for key in x))
+    keys = {key for changes in choices for key in changes}
+    assert keys == {"actor.optimizer.cpu_offload", "actor.optimizer.moment_dtype"}
+    assert all(changed(config, changes).actor.cuda_graphs for changes in choices)
