@@ -196,7 +196,8 @@ triton = pytest.mark.skipif(not INTERPRETED, reason="counts products in Triton's
 )
 def test_gemms_of_triton(way):
     """Shapes are whole tiles, because Triton's kernels multiply masked elements, too."""
-    hidden, weight, target, _ = make_inputs(128, 64, 1152)
+    V = 1152 if way == "forward + backward" else 384  # whose logits exceed the workspace, and are computed twice
+    hidden, weight, target, _ = make_inputs(128, 64, V)
     count, function = WAYS[way]
     step = partial(function, hidden.requires_grad_(), weight.requires_grad_(), target, backend="triton")
-    assert multiplications(step) == count * 128 * 64 * 1152
+    assert multiplications(step) == count * 128 * 64 * V

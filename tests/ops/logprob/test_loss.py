@@ -38,12 +38,16 @@ def test_loss_from_odds_in_triton(workspace_mib, backend):
     check_loss(loss_problem(T=T, V=V), F32, {"workspace_mib": workspace_mib, "backend": backend}, **options)
 
 
+# One chunk, and two, which take the interpreter seconds.
 @interpreted
-@pytest.mark.parametrize("workspace_mib", [1, 64])  # two chunks, and one
-@pytest.mark.parametrize("bias_V", [None, torch.linspace(-1, 1, 4000)], ids=["plain", "bias"])
-def test_loss_with_an_entropy_in_triton(bias_V, workspace_mib, backend):
+@pytest.mark.parametrize(
+    ("workspace_mib", "V"), [(64, 500), pytest.param(1, 4000, marks=[pytest.mark.slow, pytest.mark.long])]
+)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_loss_with_an_entropy_in_triton(has_bias, workspace_mib, V, backend):
+    bias_V = torch.linspace(-1, 1, V) if has_bias else None
     how = {"workspace_mib": workspace_mib, "backend": backend}
-    check_loss(loss_problem(T=100, V=4000), F32, how, bias_V=bias_V, return_entropy=True)
+    check_loss(loss_problem(T=100, V=V), F32, how, bias_V=bias_V, return_entropy=True)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

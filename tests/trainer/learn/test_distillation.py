@@ -111,6 +111,7 @@ def test_a_token_is_taught_by_the_teachers_likely_ids(model, teacher, tmp_path, 
     assert metrics["teacher_kl"] == pytest.approx(-ratio_T[batch.loss_mask_T].mean().item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_taught_policy_learns_what_its_teacher_has_learned(model, tmp_path):
     """From the teacher alone: the rewards are measured, and one sample of a prompt is enough."""
     train(toy_config(model, tmp_path / "teacher", steps=16, rollout__samples_per_prompt=8))
