@@ -28,6 +28,20 @@ class GuessNumber:
         return [{"role": "user", "content": words}], float(found), found or self.guesses == self.most
 
 
+class Modules:
+    """What a worker has imported."""
+
+    def reset(self, **row: Any) -> None: ...
+
+    def imported(self, name: str) -> str:
+        """Whether a module is imported.
+
+        Args:
+            name: of the module
+        """
+        return str(name in sys.modules)
+
+
 class Shop:
     """A class for TRL's environment_factory."""
 

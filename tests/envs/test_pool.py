@@ -5,8 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from transformers.utils import get_json_schema
 
 from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed
+from rlft_fast.envs.doors import find_tools
 
 HERE = Path(__file__).with_name("players.py")
 
@@ -57,6 +60,27 @@ def test_tools_as_trl_writes_them(pool):
     assert "there is no tool 'close', only add, pay" in unknown
     assert shop.step({number: says("done")})[number]["done"]
     assert shop.end([number]) == {number: {"reward": 2.0}}
+
+
+def test_tools_do_not_import_torch(pool):
+    """It takes 2 s and 180 MB of each worker. Hints of tensors are still what transformers makes of them."""
+    modules = pool("Modules")
+    (number,) = modules.open([""])
+    modules.reset({number: {}})
+    calls = [{"function": {"name": "imported", "arguments": {"name": name}}} for name in ("json", "torch")]
+    answer = modules.step({number: says("") | {"tool_calls": calls}})[number]
+    assert [result["content"] for result in answer["messages"]] == ["True", "False"]
+
+    def hear(sound: torch.Tensor) -> str:
+        """Hears.
+
+        Args:
+            sound: what is heard
+        """
+
+    (tool,) = find_tools({"hear": hear}).tools
+    assert tool["function"] == get_json_schema(hear)["function"]
+    assert tool["function"]["parameters"]["properties"]["sound"]["type"] == "audio"
 
 
 HARMS = {
