@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from rlft_fast.config import EngineConfig, RolloutConfig
-from rlft_fast.engine import FSDPEngine, state
+from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.sharding import CudaRecorder
 from rlft_fast.models import load_policy, load_tokenizer
-from rlft_fast.rollout import HFGenerator, SamplingParams, build_rollout, factory
+from rlft_fast.rollout import HFGenerator, SamplingParams, build_rollout
 from rlft_fast.rollout.graphs import DecodeGraphs, can_step
 from rlft_fast.rollout.types import make_requests
-from tests.support.machine.tape import Tape
+from tests.support.machine.tape import Tape, record_on_cpu
 
 # One token, equal beginnings, and lengths that differ.
 PROMPTS = [[5], [7, 8, 9, 10], [7, 8, 9, 11], [*range(10, 60)], [99, 3, 4]]
@@ -104,9 +104,7 @@ def test_a_step_that_cannot_be_recorded_is_launched(tiny_model):
 
 def test_an_engine_with_graphs_samples_with_graphs(tiny_model, monkeypatch):
     """Its weights in bfloat16 are in the same memory in every call."""
-    path, tape = tiny_model("llama"), Tape()
-    monkeypatch.setattr(state, "require_graphs", lambda *_: None)
-    monkeypatch.setattr(factory, "CudaRecorder", lambda: tape)
+    path, tape = tiny_model("llama"), record_on_cpu(monkeypatch, Tape())
     config = EngineConfig(cuda_graphs=True, compute_dtype="bfloat16", compile=False)
     seeds = [[row] for row in range(len(PROMPTS))]
     found, num_recorded = [], []

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.attention import varlen
 
 from rlft_fast.config import EngineConfig
-from rlft_fast.engine import FSDPEngine, state
+from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.loss import Loss
 from rlft_fast.engine.sharding import graphs, hand_over_gradients
 from rlft_fast.models import final_hidden, load_policy
@@ -14,36 +12,14 @@ from rlft_fast.models.attention import functions
 from rlft_fast.world import World
 from tests.engine import reference
 from tests.engine.reference import make_engine, policy_loss, random_batch, value_loss
-from tests.support.machine.tape import Tape
+from tests.support.machine.tape import Tape, record_on_cpu
 
 ON = {"cuda_graphs": True}
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int, **options) -> Tensor:
-    """`varlen_attn` by masks: like the kernel it reads the boundaries on the device."""
-    segment_q, segment_k = (
-        torch.bucketize(torch.arange(len(x)), cu[1:], right=True) for x, cu in ((q, cu_q), (k, cu_k))
-    )
-    rows = torch.arange(len(q)) - cu_q[segment_q + 1]  # -1 for the last of a segment
-    keys = torch.arange(len(k)) - cu_k[segment_k + 1]
-    mask = (segment_q[:, None] == segment_k) & (keys <= rows[:, None])
-    if options["window_size"][0] >= 0:
-        mask &= keys >= rows[:, None] - options["window_size"][0]
-    repeats = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
-    scores = options["scale"] * q.transpose(0, 1) @ k.transpose(1, 2)
-    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(0, 1).bfloat16()
-
-
 @pytest.fixture
 def tape(monkeypatch) -> Tape:
-    """Engines with ``cuda_graphs`` record on the CPU, with attention as on a GPU."""
-    made = Tape()
-    monkeypatch.setattr(graphs, "CudaRecorder", lambda: made)
-    monkeypatch.setattr(state, "require_graphs", lambda *_: None)
-    monkeypatch.setattr(functions, "_has_varlen_kernel", lambda _: True)
-    monkeypatch.setattr(varlen, "varlen_attn", masked_attention)
-    return made
+    return record_on_cpu(monkeypatch, Tape())
 
 
 def steps(engine: FSDPEngine, loss: Loss) -> list[dict[str, float]]:

@@ -3,13 +3,21 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rlft_fast.engine import state
+from rlft_fast.engine.sharding import graphs
+from rlft_fast.models.attention import functions
+from rlft_fast.rollout import factory
+
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Tape:
@@ -39,6 +47,32 @@ class Tape:
             recording.replay()
 
         return result, replay
+
+
+def record_on_cpu(monkeypatch: pytest.MonkeyPatch, recorder: R) -> R:
+    """Engines with ``cuda_graphs`` record so on the CPU, with attention as on a GPU."""
+    for module in (graphs, factory):
+        monkeypatch.setattr(module, "CudaRecorder", lambda: recorder)
+    monkeypatch.setattr(state, "require_graphs", lambda *_: None)
+    monkeypatch.setattr(functions, "_has_varlen_kernel", lambda _: True)
+    monkeypatch.setattr(varlen, "varlen_attn", _masked_attention)
+    return recorder
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int, **options) -> Tensor:
+    """`varlen_attn` by masks: like the kernel it reads the boundaries on the device."""
+    segment_q, segment_k = (
+        torch.bucketize(torch.arange(len(x)), cu[1:], right=True) for x, cu in ((q, cu_q), (k, cu_k))
+    )
+    rows = torch.arange(len(q)) - cu_q[segment_q + 1]  # -1 for the last of a segment
+    keys = torch.arange(len(k)) - cu_k[segment_k + 1]
+    mask = (segment_q[:, None] == segment_k) & (keys <= rows[:, None])
+    if options["window_size"][0] >= 0:
+        mask &= keys >= rows[:, None] - options["window_size"][0]
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
+    scores = options["scale"] * q.transpose(0, 1) @ k.transpose(1, 2)
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(0, 1).bfloat16()
 
 
 class _NoReads(TorchFunctionMode):
