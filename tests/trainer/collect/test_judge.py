@@ -330,14 +330,14 @@ def test_evaluation_by_another_function_than_the_reward(model, reward_model, tmp
         ("by reward", {"function": f"{HERE}:even_share"}, None),
         ("by function", {"model": str(reward_model), "truncation_penalty": 0.5}, f"{HERE}:even_share"),
         ("by model", {"model": str(reward_model)}, None),
-        ("in a worker process", {"model": str(reward_model), "timeout_s": 60, "workers": 1}, f"{HERE}:even_share"),
+        ("in a worker", {"model": str(reward_model), "timeout_s": 60, "workers": 1}, f"{MISBEHAVING}:even_share"),
     ):
         changes = {"reward": reward, "evaluation": evaluation | {"function": function}}
         accuracy[name] = train(toy_config(model, tmp_path / name, steps=1, **changes))["accuracy_before"]
         rows = read_lines(tmp_path / name / "run" / "samples.jsonl")
         assert ("model" in reward) == any(row["reward"] < 0 for row in rows)  # what is learned from stays the reward
     assert accuracy["by function"] == accuracy["by reward"] != accuracy["by model"]
-    assert accuracy["in a worker process"] == accuracy["by function"]
+    assert accuracy["in a worker"] == accuracy["by function"]
     assert not multiprocessing.active_children()  # the worker has ended with its run
 
 

@@ -93,7 +93,11 @@ def test_a_reward_function_that_raises_loses_nothing(model, uninterrupted, tmp_p
 def test_a_checkpoint_of_another_model_leaves_no_worker_behind(model, tiny_model, tmp_path):
     train(toy_config(model, tmp_path, steps=1))
     held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog", "answer": 3}])
-    changes = {"reward__timeout_s": 60, "reward__workers": 1, "evaluation": {"path": str(held_out)}}
+    quick = HERE.parents[1] / "rewards" / "misbehaving.py"  # imports no torch
+    changes = {
+        "reward__function": f"{quick}:even_share", "reward__timeout_s": 60, "reward__workers": 1,
+        "evaluation": {"path": str(held_out)},
+    }  # fmt: skip
     trainer = PPOTrainer(toy_config(tiny_model("qwen2"), tmp_path, **changes))
     trainer.evaluate()
     assert multiprocessing.active_children()
