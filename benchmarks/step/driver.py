@@ -95,6 +95,7 @@ def measure(work: Workload) -> Cost:
         before = status_bytes("VmRSS")
         seconds, most = {}, {}
         for name, stage in STAGES.items():
+            step.make_ready(name)
             reset_peak()
             started = time.perf_counter()
             stage(step)

@@ -32,8 +32,8 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.picture import OURS_COLOR, save
 from rlft_fast.config import AlgorithmConfig
-from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, Samples, plan_batch, share_prefixes
-from rlft_fast.engine.forward import gather_outputs, prepare_micro_batches
+from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, Samples, join_outputs, plan_batch, share_prefixes
+from rlft_fast.engine.forward import prepare_micro_batches
 from rlft_fast.trainer.collect.experience import build_batch, rollout_metrics, rows_with_signal, scored_samples
 from rlft_fast.trainer.learn.objective import Objective
 from rlft_fast.world import World
@@ -71,7 +71,7 @@ class Workload:
         return cls(num_tokens=round(millions * 1e6), num_samples=num_groups * whole.group_size)
 
 
-WHOLE = "whole step"
+OUTPUTS, WHOLE = "outputs in order", "whole step"
 # Seconds per million tokens, and most bytes per token, of 16 M tokens at commit b521459: samples were Python lists. Two
 # threads on the same idle AMD EPYC.
 BEFORE = {
@@ -129,6 +129,7 @@ class Step:
     with_signal: list[int]
     batch: Batch
     plan: MicroBatchPlan
+    outputs: list[Tensor]
     metrics: dict[str, float]
     layouts: list[PackedLayout]
 
@@ -147,15 +148,17 @@ class Step:
     def make_plan(self) -> None:
         self.plan = plan_batch(self.batch, self.work.max_tokens, self.work.num_ranks)
 
-    def gather_outputs(self) -> None:
-        """The policy's log-probabilities as 64 ranks computed them, here the sampler's own."""
-        outputs_T = gather_outputs(self._outputs(), self.batch, self.plan, World(), None)
-        self.batch = self.batch.replace(logprob_T=outputs_T, old_logprob_T=outputs_T)
+    def make_ready(self, stage: str) -> None:
+        """What others do before a stage, which is not measured: the ranks compute log-probabilities."""
+        if stage == OUTPUTS:
+            assert self.batch.rollout_logprob_T is not None  # here they are the sampler's own
+            of_rank = (self.batch.token_index(self.plan.rank_indices(rank)) for rank in range(self.plan.world_size))
+            self.outputs = [self.batch.rollout_logprob_T[index] for index in of_rank]
 
-    def _outputs(self) -> Tensor:
-        """Outputs of the micro-batches of all ranks, one behind the other."""
-        assert self.batch.rollout_logprob_T is not None
-        return self.batch.rollout_logprob_T[self.batch.token_index(self.plan.indices)]
+    def gather_outputs(self) -> None:
+        outputs_T = join_outputs(self.outputs, self.batch, self.plan)
+        del self.outputs
+        self.batch = self.batch.replace(logprob_T=outputs_T, old_logprob_T=outputs_T)
 
     def make_metrics(self) -> None:
         self.metrics = rollout_metrics(self.samples, self.batch, len(self.with_signal))
@@ -173,7 +176,7 @@ STAGES: dict[str, Callable[[Step], None]] = {
     "find rows with a signal": Step.find_signal,
     "build the batch": Step.build,
     "plan": Step.make_plan,
-    "outputs in order": Step.gather_outputs,
+    OUTPUTS: Step.gather_outputs,
     "metrics": Step.make_metrics,
     "advantages": Step.make_advantages,
     "micro-batches of a rank": Step.cut,
@@ -218,6 +221,7 @@ def weigh(work: Workload) -> dict[str, int]:
         free_memory()
         before, peaks = status_bytes("VmRSS"), {}
         for name, stage in STAGES.items():
+            step.make_ready(name)
             reset_peak()
             stage(step)
             peaks[name] = status_bytes("VmHWM") - before
@@ -232,6 +236,7 @@ def clock(work: Workload, rounds: int) -> dict[str, list[float]]:
         free_memory()  # also of the step before
         step = Step(work, rollout)
         for name, stage in STAGES.items():
+            step.make_ready(name)
             started = time.perf_counter()
             stage(step)
             seconds[name].append(time.perf_counter() - started)

@@ -6,6 +6,7 @@ positions: index t speaks about the prediction made *at* position t, that is, ab
 
 import copy
 import dataclasses
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -27,6 +28,7 @@ _INT32_FIELDS = dict.fromkeys(("cu_seqlens", "support_TK", "teacher_ids_TK", "we
 _FIELD_DTYPES = _INTEGER_FIELDS | _INT32_FIELDS | {"loss_mask_T": torch.bool}
 # Rewards may also be float64: float32 has no two numbers near 1e9 that differ by 1. All others are float32.
 _REWARDS = ("reward_T", "reward_B", "baseline_B")
+_ALIGNMENT, _HUGE = 64, 1 << 22  # bytes
 _EXPERTS = "routed_experts_TK"  # uint8, or int16 where a layer has more than 256 experts
 
 
@@ -59,8 +61,8 @@ class Batch:
         return_T: (T,) float32, regression target of `value_T`.
         loss_weight_T: (T,) float32, weight of each token in a sum-loss. Tokens of weight 0 have no output, and do not
             run unless an output depends on them.
-        reward_T: (T,) float64 or float32, reward of choosing the next token, penalties included. Of a batch without
-            advantages: the parts of `reward_B` that single turns of an episode have earned, or None.
+        reward_T: (T,) float64 or float32, reward of choosing the next token, penalties included; None where no method
+            reads it. Of a batch without advantages: the parts of `reward_B` that single turns have earned, or None.
         sum_prob_squared_T: (T,) float32, sum of the squared probabilities of all next tokens.
         selected_T: (T,) float32, 1 at the tokens that a loss treats apart from the others, else 0.
         support_TK: (T, K) int32, the ids that the next token was sampled among, -1 fills up; None where it was sampled
@@ -220,29 +222,31 @@ class Batch:
         own_prompt = prompt_lengths[prompt_B]
         bounds, starts = cumulative(own_prompt + lengths), cumulative(prompt_lengths)[:-1]
         num_tokens, ends = int(bounds[-1]), bounds[1:]
-        input_ids_T = torch.empty(num_tokens, dtype=torch.int64)
+        input_ids_T = new_rows(num_tokens, torch.int64)
         put_pieces(input_ids_T, bounds[:-1], prompt_ids, starts[prompt_B], own_prompt)
         begins = cumulative(lengths)[:-1]
         put_pieces(input_ids_T, ends - lengths, token_ids, begins, lengths)
         predicts = ends - lengths - 1  # the last token of a prompt predicts the first of its completion
-        loss_mask_T = torch.zeros(num_tokens, dtype=torch.bool)
+        loss_mask_T = new_rows(num_tokens, torch.bool).zero_()
         put_pieces(loss_mask_T, predicts, is_sampled, begins, lengths)
         if "support_TK" in columns:
             columns = {**columns, "support_TK": _needed_support(columns["support_TK"], token_ids, is_sampled)}
         fields: dict[str, Any] = {}
         for name, values in columns.items():
             empty = -1 if name == "support_TK" else 0
-            fields[name] = values.new_full((num_tokens, *values.shape[1:]), empty)
+            fields[name] = new_rows(num_tokens, values.dtype, *values.shape[1:]).fill_(empty)
             if not is_sampled.all():
                 values = values.where(is_sampled.view(-1, *[1] * (values.dim() - 1)), empty)
             put_pieces(fields[name], predicts, values, begins, lengths)
-        position_ids_T = np.arange(num_tokens)
-        position_ids_T -= np.repeat(bounds[:-1], own_prompt + lengths)
+        max_seqlen = int((own_prompt + lengths).max(initial=0))
+        position_ids_T = new_rows(num_tokens, torch.int64)
+        from_start = np.zeros(len(bounds) - 1, np.int64)
+        put_pieces(position_ids_T, bounds[:-1], torch.arange(max_seqlen), from_start, own_prompt + lengths)
         return cls(
             input_ids_T=input_ids_T,
-            position_ids_T=torch.from_numpy(position_ids_T),
+            position_ids_T=position_ids_T,
             cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
-            max_seqlen=int((own_prompt + lengths).max(initial=0)),
+            max_seqlen=max_seqlen,
             loss_mask_T=loss_mask_T,
             **fields,
         )
@@ -303,11 +307,15 @@ class Batch:
             raise ValueError(f"select got an index outside [0, {self.num_sequences}): {index_B.tolist()}")
         lengths, row_B = self.lengths[index_B], torch.from_numpy(index_B)
         starts = self.cu_seqlens.numpy()[index_B]
-        fields: dict[str, Any] = {
-            name: cat_pieces(tensor, starts, lengths) if row_letter(name) == "T" else tensor.index_select(0, row_B)
-            for name, tensor in self._tensors().items()
-            if name != "cu_seqlens"
-        }
+        fields: dict[str, Any] = {}
+        selected: dict[int, Tensor] = {}  # a tensor that is two fields is copied once, and sent once to a worker
+        for name, tensor in self._tensors().items():
+            if name != "cu_seqlens":
+                if id(tensor) not in selected:
+                    is_of_tokens = row_letter(name) == "T"
+                    pieces = cat_pieces(tensor, starts, lengths) if is_of_tokens else tensor.index_select(0, row_B)
+                    selected[id(tensor)] = pieces
+                fields[name] = selected[id(tensor)]
         fields["cu_seqlens"] = torch.from_numpy(cumulative(lengths).astype(np.int32))
         fields["max_seqlen"] = int(lengths.max(initial=0))
         return self.replace(**fields)
@@ -471,13 +479,26 @@ def token_ranges(starts: np.ndarray, lengths: np.ndarray) -> Tensor:
     return torch.from_numpy(index)
 
 
+def new_rows(num_rows: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """(num_rows, *shape) on the CPU, with any contents, for columns that are large.
+
+    NumPy asks the kernel for huge pages, and torch does not: the first touch of 64 MB takes 7 ms instead of 27. The
+    alignment is torch's, because a kernel may add in another order where memory is aligned otherwise.
+    """
+    num_bytes = num_rows * math.prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE:
+        return torch.empty(num_rows, *shape, dtype=dtype)
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(num_rows, *shape)
+
+
 def cat_pieces(rows: Tensor, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
     """``rows[starts[i] : starts[i] + lengths[i]]`` for each i, one piece behind the other. On the CPU.
 
-    Pieces are copied faster than rows by their indices, which take eight bytes each. The memory is torch's: a kernel
-    may add in another order where memory is aligned otherwise.
+    Pieces are copied faster than rows by their indices, which take eight bytes each.
     """
-    array, joined = rows.numpy(), rows.new_empty((int(lengths.sum()), *rows.shape[1:]))
+    array, joined = rows.numpy(), new_rows(int(lengths.sum()), rows.dtype, *rows.shape[1:])
     pieces = [array[a:b] for a, b in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
     np.concatenate([array[:0], *pieces], out=joined.numpy())
     return joined
@@ -490,6 +511,12 @@ def put_pieces(
     to, given = target.numpy(), rows.numpy()
     for at, start, length in zip(target_starts.tolist(), starts.tolist(), lengths.tolist(), strict=True):
         to[at : at + length] = given[start : start + length]
+
+
+def count_pieces(mask: Tensor, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
+    """int64, how many of ``mask[starts[i] : starts[i] + lengths[i]]`` are True, for each i. On the CPU."""
+    array, bounds = mask.numpy(), zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+    return torch.tensor([np.count_nonzero(array[a:b]) for a, b in bounds], dtype=torch.int64)
 
 
 def cat_lists(values: Sequence[Sequence[Any]], dtype: type) -> Tensor:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlft_fast.data.batch import Batch, cat_lists, cat_pieces, cat_supports, cumulative, list_lengths, row_letter
+from rlft_fast.data.batch import (
+    Batch,
+    cat_lists,
+    cat_pieces,
+    cat_supports,
+    count_pieces,
+    cumulative,
+    list_lengths,
+    row_letter,
+)
 from rlft_fast.world import World
 
 _BY_NAME = ("parts", "counts")  # fields with columns by name
@@ -125,9 +134,8 @@ class Samples:
     @property
     def sampled_length_B(self) -> Tensor:
         """(B,) int64, tokens of each completion that the policy sampled."""
-        total_T = torch.cat([torch.zeros(1, dtype=torch.int64), self.is_sampled_T.long().cumsum(0)])
-        end_B = self.length_B.cumsum(0)
-        return total_T[end_B] - total_T[end_B - self.length_B]
+        lengths = self.length_B.numpy()
+        return count_pieces(self.is_sampled_T, cumulative(lengths)[:-1], lengths)
 
     def select(self, indices: Tensor) -> Self:
         """The samples with these numbers, (N,) int64, in that order."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlft_fast.data.batch import Batch
+from rlft_fast.data.batch import Batch, cumulative, new_rows, put_pieces
 from rlft_fast.data.planning import MicroBatchPlan
 
 
@@ -57,10 +57,14 @@ def join_outputs(parts: Sequence[Tensor], batch: Batch, plan: MicroBatchPlan) ->
         batch: the whole batch.
         plan: of this batch.
     """
-    values = torch.cat(list(parts))
-    if len(values) == batch.num_sequences:
+    if sum(map(len, parts)) == batch.num_sequences:
+        values = torch.cat(list(parts))
         joined = torch.empty_like(values)
         joined[torch.from_numpy(plan.indices)] = values
         return joined
-    pieces = values.split(batch.lengths[plan.indices].tolist())
-    return torch.cat([values[:0], *(pieces[i] for i in plan.indices.argsort().tolist())])
+    first_B, lengths = cumulative(batch.lengths), batch.lengths
+    joined = new_rows(batch.num_tokens, parts[0].dtype, *parts[0].shape[1:])
+    for rank, part in enumerate(parts):
+        own = plan.rank_indices(rank)
+        put_pieces(joined, first_B[own], part, cumulative(lengths[own])[:-1], lengths[own])
+    return joined

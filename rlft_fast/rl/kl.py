@@ -76,7 +76,7 @@ def policy_ratio(logprob_T: Tensor, old_logprob_T: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reward_with_kl(
-    reward_B: Tensor, kl_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, kl_coef: float,
+    reward_B: Tensor, kl_T: Tensor | None, loss_mask_T: Tensor, cu_seqlens: Tensor, kl_coef: float,
     turn_reward_T: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Per-token reward with the KL penalty in it (arXiv 1909.08593, 2203.02155).
@@ -86,7 +86,7 @@ def reward_with_kl(
 
     Args:
         reward_B: (B,) reward of each sequence.
-        kl_T: (T,) KL estimate at each position; ignored outside the mask.
+        kl_T: (T,) KL estimate at each position; ignored outside the mask. None: there is no penalty.
         loss_mask_T: (T,) bool, True at response tokens.
         cu_seqlens: (B + 1,) int32 sequence boundaries.
         kl_coef: Weight of the penalty.
@@ -102,13 +102,18 @@ def reward_with_kl(
         TypeError: `loss_mask_T` is not bool.
     """
     length_B = response_lengths(loss_mask_T, cu_seqlens)
-    check_shapes(loss_mask_T, kl_T=kl_T)
     check_shapes(length_B, reward_B=reward_B)
-    reward_T = (-kl_coef * kl_T).masked_fill_(~loss_mask_T, 0.0)
-    reward_T = reward_T.to(torch.promote_types(reward_B.dtype, kl_T.dtype))
+    if kl_T is None:
+        reward_T = torch.zeros(len(loss_mask_T), dtype=reward_B.dtype, device=reward_B.device)
+    else:
+        check_shapes(loss_mask_T, kl_T=kl_T)
+        reward_T = (-kl_coef * kl_T).masked_fill_(~loss_mask_T, 0.0)
+        reward_T = reward_T.to(torch.promote_types(reward_B.dtype, kl_T.dtype))
     has_response_B = length_B > 0
-    response_index = loss_mask_T.nonzero().squeeze(1)
-    last_index = response_index[length_B.cumsum(0)[has_response_B] - 1]
+    end_B = cu_seqlens[1:].long()
+    goes_on_T = loss_mask_T.roll(-1).index_fill_(0, end_B[has_response_B] - 1, False)
+    run_ends = (loss_mask_T & ~goes_on_T).nonzero().squeeze(1)  # far fewer than response tokens
+    last_index = run_ends[torch.searchsorted(run_ends, end_B[has_response_B]) - 1]
     if turn_reward_T is not None:
         check_shapes(loss_mask_T, turn_reward_T=turn_reward_T)
         earlier_T = turn_reward_T.masked_fill(~loss_mask_T, 0.0).index_fill_(0, last_index, 0.0)

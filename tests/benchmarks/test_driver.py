@@ -10,7 +10,7 @@ def test_the_report_adds_up(tmp_path):
     works = [Workload(num_tokens=60_000, num_samples=32, num_ranks=ranks) for ranks in (4, 16)]
     costs = [measure(work) for work in works]
     for cost in costs:
-        assert cost.sent_bytes > 40 * 60_000  # ids, positions, masks, log-probabilities, advantages
+        assert cost.sent_bytes > 33 * 60_000  # ids, positions, masks, log-probabilities, advantages
         assert DISPATCH in cost.seconds_of
     assert costs[1].sent_bytes < 1.2 * costs[0].sent_bytes  # each token goes once, however many workers there are
     write_report(costs, tmp_path)

@@ -12,7 +12,8 @@ WORK = Workload(num_tokens=60_000, num_samples=32, num_ranks=4)
 
 def test_the_stages_are_a_step():
     step = Step(WORK, draw_rollout(WORK))
-    for stage in STAGES.values():
+    for name, stage in STAGES.items():
+        step.make_ready(name)
         stage(step)
     assert WORK.num_tokens - WORK.num_samples <= step.batch.num_tokens <= WORK.num_tokens
     assert step.samples.row_B.tolist() == sorted(step.samples.row_B.tolist())

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlft_fast.data import Batch, Images, image_table
+from rlft_fast.data.batch import new_rows
 
 PER_TOKEN = [
     "old_logprob_T", "ref_logprob_T", "teacher_logprob_T", "rollout_logprob_T", "logprob_T", "entropy_T",
@@ -258,3 +259,13 @@ def test_select_takes_any_kind_of_integers():
     reversed_view = np.arange(3, dtype=np.int32)[::-1]
     for indices in (range(2, -1, -1), reversed_view, torch.tensor([2, 1, 0])):
         assert batch.select(indices).lengths.tolist() == [4, 3, 2]
+
+
+# As many bytes as NumPy asks huge pages for, one byte fewer, none, and rows of several numbers.
+@pytest.mark.parametrize(("num_rows", "dtype", "shape"), [
+    (1 << 22, torch.bool, ()), ((1 << 22) - 1, torch.bool, ()), (0, torch.float64, ()), (300_001, torch.int32, (5,)),
+])  # fmt: skip
+def test_memory_for_columns(num_rows, dtype, shape):
+    rows = new_rows(num_rows, dtype, *shape)
+    assert (rows.shape, rows.dtype, rows.data_ptr() % 64) == ((num_rows, *shape), dtype, 0)
+    assert rows.fill_(1).sum() == rows.numel()

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlft_fast.config import AlgorithmConfig, TeacherConfig
@@ -68,6 +67,7 @@ class Objective:
         self.needs_greedy = needs_of(self.advantage).greedy
         self._selection = needs_of(policy_loss).selection
         self._check_fields(policy_loss, has_critic)
+        self._has_token_rewards = "reward_T" in {*self._reads, *parameter_names(policy_loss)}
         self._loss = PolicyLoss(
             loss=policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
             entropy_coef=config.entropy_coef, kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
@@ -238,9 +238,12 @@ class Objective:
         return batch.replace(advantage_T=batch.advantage_T * self._weights(batch))
 
     def _with_rewards(self, batch: Batch) -> Batch:
-        """Rewards per token and per sequence, both with the divergence where it is penalised in the reward."""
+        """Rewards of each sequence and of the tokens, both with the divergence where it is penalised in the reward.
+
+        Tokens have rewards where a method reads them: they would be a large column that all workers are sent.
+        """
         assert batch.reward_B is not None
-        config, reward_B, kl_T = self.config, batch.reward_B, torch.zeros(batch.num_tokens)
+        config, reward_B, kl_T = self.config, batch.reward_B, None
         if config.kl_coef and config.kl_in == "reward":
             assert batch.old_logprob_T is not None
             assert batch.ref_logprob_T is not None
@@ -248,9 +251,11 @@ class Objective:
             # Not the sum of reward_T: a sequence without response tokens has a reward, but no token that carries it.
             kl_B = segment_sum(kl_T.where(batch.loss_mask_T, 0.0), batch.cu_seqlens)
             reward_B = batch.reward_B - self._kl_coef * kl_B
-        reward_T = reward_with_kl(
-            batch.reward_B, kl_T, batch.loss_mask_T, batch.cu_seqlens, self._kl_coef, batch.reward_T
-        )
+        reward_T = None
+        if self._has_token_rewards:
+            reward_T = reward_with_kl(
+                batch.reward_B, kl_T, batch.loss_mask_T, batch.cu_seqlens, self._kl_coef, batch.reward_T
+            )
         return batch.replace(reward_T=reward_T, reward_B=reward_B)
 
     def _with_selection(self, batch: Batch, seed: int) -> Batch:

@@ -157,7 +157,7 @@ def test_an_episode_learns_as_a_whole(branched):
             batch = batch.replace(old_logprob_T=batch.rollout_logprob_T, sum_prob_squared_T=sum_prob_squared_T)
             whole, scale = weighted(objective.prepare(batch), objective.policy_loss)
             columns = (whole.advantage_T, whole.loss_weight_T * scale, whole.reward_T)
-            found.append([x_T[batch.loss_mask_T].tolist() for x_T in columns])
+            found.append([None if x_T is None else x_T[batch.loss_mask_T].tolist() for x_T in columns])
         assert found[0] == found[1]
         assert any(found[0][0])
 

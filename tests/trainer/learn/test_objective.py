@@ -120,7 +120,9 @@ def test_divergence_in_the_reward_of_sequences():
     first, second = (1.0 + coef * np.log(2)) / 2, (1.0 - coef * np.log(4) - coef * np.log(8)) / 2
     expected = [first, first, -first, -first, second, second, -second, -second]
     assert prepared.advantage_T[batch.loss_mask_T].tolist() == pytest.approx(expected, abs=1e-6)
-    torch.testing.assert_close(prepared.reward_T.view(4, 3).sum(1), prepared.reward_B)
+    assert prepared.reward_T is None  # no method reads it
+    of_tokens = Objective(AlgorithmConfig(**options | {"advantage": "reinforce++"}), 2).prepare(batch)
+    torch.testing.assert_close(of_tokens.reward_T.view(4, 3).sum(1), of_tokens.reward_B)
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce++", "grpo"])
