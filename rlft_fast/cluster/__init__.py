@@ -5,6 +5,7 @@ group       `WorkerGroup`: one world of worker processes, and how their ends are
 dispatch    how a call's arguments reach the workers, and how their results come back
 workers     the roles: actor, rollout and reference; critic; reference alone; teacher; reward model; objectives of rows
 remote      what a trainer holds in place of engines, rollout and checkpoints
+beside      servers that the driver asks itself, while workers train
 generators  vLLM servers that generate for a run, and replacements of servers that die
 head        the head of the cluster, which is watched, and how to end without it
 pool        places on a cluster that groups share, with their GPUs
@@ -16,6 +17,7 @@ buffers     tensors travel as buffers, not as pickles
 A cluster is trusted: Ray unpickles what its processes send. Ray listens on loopback unless it is told otherwise.
 """
 
+from rlft_fast.cluster.beside import RolloutBeside
 from rlft_fast.cluster.connecting import connect
 from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, ONE_TO_ALL, RANK_ZERO, Dispatch, register
 from rlft_fast.cluster.generators import Generators
@@ -54,6 +56,7 @@ __all__ = [
     "RemoteRollout",
     "ResourcePool",
     "RewardModelWorker",
+    "RolloutBeside",
     "TaughtWorker",
     "TeacherWorker",
     "TotalUsage",

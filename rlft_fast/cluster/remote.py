@@ -142,6 +142,7 @@ class RemoteRollout:
         weight_version: see `Rollout`.
         seconds: 0, because the driver does not generate.
         sync_bytes: see `Rollout`; of one worker.
+        urls: of the servers.
     """
 
     def __init__(self, group: WorkerGroup, servers: Callable[[], tuple[Sequence[str], str]] | None = None) -> None:
@@ -150,6 +151,14 @@ class RemoteRollout:
         self.weight_version = 0
         self.seconds = 0.0
         self.sync_bytes = 0
+        self.urls: Sequence[str] = ()
+
+    def use_servers(self) -> str:
+        """Has the workers know the servers of now; returns the servers' token."""
+        assert self.servers is not None
+        self.urls, token = self.servers()
+        self.group.use_servers(self.urls, token)
+        return token
 
     def sync(self) -> None:
         """See `Rollout.sync`."""
@@ -182,7 +191,7 @@ class RemoteRollout:
     def _sync(self) -> None:
         for attempts_left in reversed(range(_ATTEMPTS)):
             if self.servers is not None:
-                self.group.use_servers(*self.servers())
+                self.use_servers()
             try:
                 self.sync_bytes = self.group.sync_rollout(self.weight_version)[0]
                 break

@@ -21,7 +21,16 @@ from rlft_fast.engine import (
     role_engine,
 )
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rollout import Answers, Request, Rollout, SamplingParams, Seeds, build_rollout
+from rlft_fast.rollout import (
+    Answers,
+    Request,
+    Rollout,
+    SampledModel,
+    SamplingParams,
+    Seeds,
+    ServedVLLM,
+    build_rollout,
+)
 from rlft_fast.world import World
 
 _NO_ROLE = {
@@ -269,6 +278,13 @@ class ActorRolloutRefWorker(Worker):
         """Has these vLLM servers generate from the next sync on; before `init_model`, instead of a generator here."""
         self.server_urls = urls
         os.environ[TOKEN_VARIABLE] = token
+
+    @register(RANK_ZERO)
+    def served(self) -> tuple[SampledModel, dict[str, Any], str]:
+        """What asks the servers instead of the workers: model, fingerprint and run of `ServedVLLM`."""
+        servers = self.rollout.generator
+        assert isinstance(servers, ServedVLLM)
+        return servers.model, servers.fingerprint, servers.run
 
     @register(ONE_TO_ALL)
     def sync_rollout(self, version: int | None = None) -> int:

@@ -37,6 +37,8 @@ with needing_train():
         without_refusals,
     )
     from rlft_fast.rollout.vllm import (
+        ServedVLLM,
+        ServerError,
         VLLMServer,
         server_command,
         server_environment,
@@ -57,6 +59,8 @@ __all__ = [
     "SampledModel",
     "SamplingParams",
     "Seeds",
+    "ServedVLLM",
+    "ServerError",
     "Span",
     "VLLMServer",
     "build_rollout",

@@ -18,6 +18,7 @@ from rlft_fast.cluster import (
     RemoteRollout,
     ResourcePool,
     RewardModelWorker,
+    RolloutBeside,
     TaughtWorker,
     TeacherWorker,
     TotalUsage,
@@ -143,7 +144,7 @@ def build_models(
         ValueError: a model cannot be used, or the cluster lacks what the configuration asks for.
     """
     if config.cluster is not None:
-        return _remote_sampling(config, world, num_training_steps)
+        return _remote_sampling(config, tokenizer, world, num_training_steps)
     engines = {name: role_engine(config, name, world, num_training_steps) for name in run_roles(config)}
     actor = engines["actor"]
     rollout = build_rollout(actor, tokenizer, config.rollout, config.longest_sequence)
@@ -182,7 +183,9 @@ def _remote_taught(config: TaughtConfig, world: World) -> Models:
         return _started(config, groups, TaughtWorker, config.steps, stack.pop_all())
 
 
-def _remote_sampling(config: Config, world: World, num_training_steps: int) -> SamplingModels:
+def _remote_sampling(
+    config: Config, tokenizer: PreTrainedTokenizerBase, world: World, num_training_steps: int
+) -> SamplingModels:
     config, cluster = _on_cluster(config, world), config.cluster
     assert cluster is not None
     with contextlib.ExitStack() as stack:
@@ -198,7 +201,11 @@ def _remote_sampling(config: Config, world: World, num_training_steps: int) -> S
         if servers is not None:
             group.use_servers(*servers())
         models = _started(config, groups, ColocatedWorker, num_training_steps, stack.pop_all())
-    return SamplingModels(**vars(models), rollout=RemoteRollout(group, servers))
+        stack.callback(models.close)
+        remote = RemoteRollout(group, servers)
+        rollout = RolloutBeside(remote, tokenizer, config) if config.rollout.max_staleness else remote
+        stack.pop_all()
+    return SamplingModels(**vars(models), rollout=rollout)
 
 
 def _on_cluster(config: AnyConfig, world: World) -> AnyConfig:

@@ -113,7 +113,9 @@ class PPOTrainer:
 
     def restart(self) -> None:
         """Starts new workers in place of all workers, after some were lost. Weights are those of the model folders."""
+        self.source.close()
         self.models.close()
+        self.source.join()
         self.objective = make_objective(self.config)  # a checkpoint or the beginning gives the adapted coefficients
         self._load_models()
 

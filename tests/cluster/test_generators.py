@@ -20,6 +20,7 @@ import yaml
 
 from rlft_fast.cluster.generators import _Host
 from rlft_fast.config import Config
+from rlft_fast.trainer import train
 from tests.cluster.test_trainer import workers_of
 from tests.support.machine.processes import ALONE, ROOT, ancestry, wait_for
 from tests.support.runs.vllm_rollouts import HEADS, SMALL
@@ -30,7 +31,7 @@ from tests.trainer.runs.test_episodes import (
     episodes_config,  # noqa: F401 - a fixture
     thinking_episodes_config,  # noqa: F401 - a fixture
 )
-from tests.trainer.toy import read_lines, toy_values
+from tests.trainer.toy import read_lines, toy_config, toy_values
 
 pytestmark = [
     pytest.mark.ray,
@@ -89,6 +90,44 @@ def test_a_run_outlives_its_generators(tmp_path):
     assert len(taught) > STEPS // 2
     assert all(row["mismatch_max"] < 1e-3 for row in taught)
     assert not [p for p in servers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_generators_sample_beside_the_workers(tmp_path):
+    """The driver asks them. kill -9 of a generator, and of a worker: each prompt is trained once, no token is older."""
+    steps, path = 8, save_tiny_model("llama", tmp_path / "model", **HEADS)
+    values = toy_values(path, tmp_path, steps=steps, checkpoint__every=1)
+    values["rollout"] |= {"backend": "vllm", "vllm": SMALL, "max_staleness": 2, "update": "in-flight"}
+    values["reward"]["function"] = f"{__file__}:parity_in_a_second"
+    values["cluster"] = {"generators": {}}
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with begin(Config.parse(values)) as run:
+        for lines, victims in ((2, generators_of), (5, training_of)):
+            wait_for(lambda n=lines: metrics.exists() and metrics.read_text().count("\n") >= n, run)
+            for victim in victims(run):
+                os.kill(victim.pid, signal.SIGKILL)
+        output, errors = run.communicate(timeout=400)
+    assert run.returncode == 0, errors[-3000:]
+    assert "generator 0 died at" in output + errors
+    assert "warning: worker 0 of ColocatedWorker died" in output
+    in_turn = toy_config(path, tmp_path / "in turn", steps=steps)
+    train(in_turn)
+    asked = [
+        [(row["step"], row["prompt"]) for row in read_lines(Path(folder) / "samples.jsonl")]
+        for folder in (metrics.parent, in_turn.output_dir)
+    ]
+    assert asked[0] == asked[1]
+    ages = {row["step"] - row["weight_version"] for row in read_lines(metrics.with_name("samples.jsonl"))}
+    assert {1} <= ages <= {0, 1, 2}
+    rows = read_lines(metrics)
+    assert max(row["staleness_max"] for row in rows) <= 2
+    assert rows[0]["staleness_max"] == 0
+    assert rows[0]["mismatch_max"] < 1e-3
+    assert all(row["seconds_wait"] > 0 for row in rows)
+
+
+def training_of(run: subprocess.Popen) -> list[psutil.Process]:
+    """The workers of a run that host no server."""
+    return [p for p in map(psutil.Process, workers_of(run)) if not p.children()]
 
 
 def begin(given: Config) -> subprocess.Popen:

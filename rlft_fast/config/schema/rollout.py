@@ -167,16 +167,6 @@ class RolloutConfig(Section):
             yield "update is in-flight, but max_staleness is 0: raise max_staleness to at least 1, or leave update out"
 
     @rule
-    def _generates_beside_the_training(self) -> Iterator[str]:
-        if not self.max_staleness or self.servers:
-            return
-        if self.backend == "hf" or self.vllm.process == "colocated":
-            yield (
-                f"max_staleness is {self.max_staleness}, but {self.backend} generates in the process that trains: set "
-                "backend to vllm with vllm.process: separate or with servers, or max_staleness to 0"
-            )
-
-    @rule
     def _bounded(self) -> Iterator[str]:
         if self.servers and self.backend != "vllm":
             yield "servers are vLLM's, and backend is hf: set backend to vllm, or leave servers out"

@@ -243,10 +243,18 @@ class Config(RunConfig):
 
     @rule
     def _overlaps_nothing_that_reads_it(self) -> Iterator[str]:
-        if not (staleness := self.rollout.max_staleness):
+        rollout, cluster = self.rollout, self.cluster
+        if not (staleness := rollout.max_staleness):
             return
+        has_servers = bool(rollout.servers) or (cluster is not None and cluster.generators is not None)
+        if cluster is None and not has_servers and (rollout.backend == "hf" or rollout.vllm.process == "colocated"):
+            yield (
+                f"rollout.max_staleness is {staleness}, but {rollout.backend} generates in the process that trains: "
+                "set backend to vllm with vllm.process: separate or with servers, or max_staleness to 0"
+            )
         refused = {
-            "a cluster section": (self.cluster is not None, "its workers ask the generators and train in turn"),
+            "a cluster whose workers generate": (self.cluster is not None and not has_servers, "they train, too. Give "
+                                                 "cluster.generators"),
             "a reward model": (bool(self.reward.model_parts), "it scores in the process that trains"),
             "algorithm.max_refills": (self.algorithm.max_refills > 0, "the number of prompts of a step is not known "
                                       "before it is sampled"),

@@ -1,6 +1,7 @@
 """The samples of each step: collected for it, or ahead of it while earlier steps train, or kept by another run."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -88,7 +89,7 @@ class SampleSource:
             self._overlap.drain()
         self._sync()
         rollout = self.rollout
-        assert isinstance(rollout, Rollout)  # the configuration refuses a cluster
+        assert isinstance(rollout, Rollout)  # also beside the workers of a cluster
         rollout.restarts = True
         try:
             yield
@@ -132,8 +133,10 @@ class SampleSource:
         if self._overlap is None:
             self._overlap = self._begin_to_overlap(step, first_prompt)
         assert self._overlap.schedule.trained == step
-        with self.phases.timed("wait"), _leaving_together(self.world):
+        started = time.perf_counter()
+        with _leaving_together(self.world):
             groups = self._overlap.take()
+        self.phases.within("wait", time.perf_counter() - started)
         collected = self.collector.joined(step, groups) if self._is_in_flight else groups[0]
         for name, seconds in collected.seconds.items():
             self.phases.seconds[name] = seconds
@@ -146,7 +149,7 @@ class SampleSource:
 
     def _begin_to_overlap(self, first_step: int, first_prompt: int) -> Overlap[Collected]:
         rollout, count = self.rollout, self.config.rollout.prompts_per_step
-        assert isinstance(rollout, Rollout)  # the configuration refuses a cluster
+        assert isinstance(rollout, Rollout)  # also beside the workers of a cluster
         rollout.restarts = False
         num_groups, num_threads = 1, 1
         if self._is_in_flight:

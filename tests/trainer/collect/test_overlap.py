@@ -294,7 +294,7 @@ def test_a_stuck_generator_ends_the_run(overlapped, tmp_path, monkeypatch):
         ({"rollout__vllm": {}}, "vllm generates in the process that trains: set backend to vllm with vllm.process"),
         ({"algorithm__max_refills": 1, "algorithm__skip_equal_groups": True}, "cannot go with algorithm.max_refills"),
         ({"reward__model": "somewhere"}, "cannot go with a reward model"),
-        ({"cluster": {}}, "cannot go with a cluster section"),
+        ({"cluster": {}}, "cannot go with a cluster whose workers generate: they train, too. Give cluster.generators"),
         ({"rollout__max_staleness": 0, "rollout__update": "in-flight"}, "update is in-flight, but max_staleness is 0"),
     ],
 )
