@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -123,12 +124,11 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def processes_to_be_forked(request: pytest.FixtureRequest) -> None:
+def processes_to_be_forked() -> None:
     """Forked now, with all that the tests import, and before a test begins a thread."""
-    from tests.support.machine.distributed import FORKS, begin_to_fork
-
-    if FORKS and any(item.get_closest_marker("dist") for item in request.session.items):
-        begin_to_fork()
+    distributed = sys.modules.get("tests.support.machine.distributed")
+    if distributed is not None and distributed.FORKS:  # some test has imported it
+        distributed.begin_to_fork()
 
 
 @pytest.fixture(scope="session")

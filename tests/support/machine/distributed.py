@@ -69,7 +69,7 @@ def start_processes(function: Callable[..., None], count: int, *args: object) ->
     if not FORKS:
         mp.start_processes(function, args, nprocs=count, start_method="spawn")
         return
-    assert _forking is not None, "a test that starts processes has to be marked dist"
+    assert _forking is not None, "this module has to be imported when tests are collected"
     _forking.send_bytes(pickle.dumps((function, args, count)))  # by value: send would share memory of tensors
     if (error := _forking.recv()) is not None:
         raise error
