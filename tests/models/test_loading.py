@@ -37,6 +37,8 @@ from rlft_fast.models import (
     build_critic,
     build_policy,
     build_reward_model,
+    checkpoint_parts,
+    checkpoint_tensors,
     load_critic,
     load_policy,
     load_tokenizer,
@@ -565,3 +567,23 @@ def test_a_critic_that_sees_later_tokens_is_refused(tmp_path):
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="BertModel lets tokens see later ones"):
         load_critic(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3-vision"])
+def test_weights_keep_the_prefixes_of_the_folder(tiny_model, tmp_path, name):
+    """Published towers have names with ``vision_model``, which the model's own names have not."""
+    shutil.copytree(tiny_model(name), tmp_path, dirs_exist_ok=True)
+    for prefix in ("vision_tower.", "vision_tower.vision_model."):
+        stored = {
+            key.replace("vision_tower.", prefix, 1): x
+            for key, x in load_file(tiny_model(name) / "model.safetensors").items()
+        }
+        save_file(stored, tmp_path / "model.safetensors")
+        model = load_policy(tmp_path).model
+        found = {
+            part.name for own, x in checkpoint_tensors(model).items() for part in checkpoint_parts(model, own, x.shape)
+        }
+        assert {
+            key for key in found - stored.keys() if not key.endswith("lm_head.weight")
+        } == set()  # a head may be tied
+        assert stored.keys() <= found

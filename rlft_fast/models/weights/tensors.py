@@ -27,8 +27,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
@@ -264,6 +266,7 @@ def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> 
             source.parts.append((pattern or stored.key, stored))
         else:
             extra.append(stored.key)
+    _keep_prefixes(model, transforms)
     tied = _tied(targets)
     _check_complete(folder, tied, sources)
     _check_once(folder, sources)
@@ -272,6 +275,19 @@ def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> 
     _check_shapes(folder, targets, sources)
     _check_extra(folder, model, extra, [stored.key for source in sources.values() for _, stored in source.parts])
     return sources
+
+
+def _keep_prefixes(model: PreTrainedModel, transforms: list[WeightTransform]) -> None:
+    """Has `checkpoint_parts` restore the prefixes that the folder's names have and the model's do not.
+
+    transformers writes them for models of ``from_pretrained`` alone. A published LLaVA or Gemma 3 has ``vision_model``
+    before the names of its tower, and other readers expect it.
+    """
+    used = [t.source_patterns for t in transforms if isinstance(t, PrefixChange) and t.was_used()]
+    if used:
+        own = get_model_conversion_mapping(model, add_legacy=False)
+        kept = [t for t in own if not isinstance(t, PrefixChange) or t.source_patterns in used]
+        cast(Any, model)._weight_conversions = kept
 
 
 def _tied(targets: dict[str, Tensor]) -> list[list[str]]:

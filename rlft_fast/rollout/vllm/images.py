@@ -14,8 +14,8 @@ from torch import Tensor
 from rlft_fast.models import image_family
 from rlft_fast.rollout.types import Request, SampledModel
 
-_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "idefics3", "smolvlm", "mistral3")
-"""Types of models that were compared. LLaVA's tower has other names in vLLM 0.32, and Gemma 3 was not tried."""
+_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "idefics3", "smolvlm", "mistral3", "llava")
+"""Types of models that were compared on CPUs, where vLLM 0.32 lets no token of Gemma 3's images see later ones."""
 
 
 def why_no_images(path: str, *, served: bool) -> str:
@@ -86,6 +86,8 @@ def _items(config: Any, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], d
 
     each, cut = MultiModalFieldConfig.batched, MultiModalFieldConfig.flat_from_sizes
     pixels, kind = inputs["pixel_values"], config.model_type
+    if kind == "llava":
+        return {"pixel_values": pixels}, {"pixel_values": each("image")}
     if kind == "mistral3":  # without the padding to one size
         sizes = inputs["image_sizes"].tolist()
         own = [x[:, :height, :width] for x, (height, width) in zip(pixels, sizes, strict=True)]

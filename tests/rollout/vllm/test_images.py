@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.data import Batch, Images
@@ -68,7 +69,10 @@ def by_vllm(rank: int, path: Path) -> None:
 
 @needs_vllm
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="vLLM's image processors need torchvision")
-@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl", "idefics3", "smolvlm", "mistral3"])
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl", "idefics3", "smolvlm", "mistral3", "llava"]
+)
 def test_log_probabilities_are_the_policys(tmp_path, name):
     run_distributed(by_vllm, 1, save_wide(name, tmp_path))
 
@@ -81,6 +85,10 @@ def save_wide(name: str, folder: Path) -> Path:
         untied = {"tie_word_embeddings": False} if name == "smolvlm" else {}  # as published; vLLM reads another key
         path = save_tiny_model(name, folder / name, text_config=text, **untied)
         add_processor(name, path)
+        if name == "llava":  # as published
+            weights = load_file(path / "model.safetensors")
+            old, new = "vision_tower.", "vision_tower.vision_model."
+            save_file({key.replace(old, new): x for key, x in weights.items()}, path / "model.safetensors")
         return path
     # vLLM reads from the configuration what transformers does for Qwen3-VL in any case.
     sections = {"mrope_section": [6, 5, 5], "mrope_interleaved": name == "qwen3-vl"}
@@ -113,6 +121,7 @@ NAMED_TOKENS = {
     "smolvlm": {"image_token": "<|image_pad|>"},
 }  # fmt: skip
 OWN_SETTINGS = {
+    "llava": {"processor_class": "LlavaProcessor", "patch_size": 2, "vision_feature_select_strategy": "default"},
     "mistral3": {"processor_class": "PixtralProcessor", "patch_size": 2, "spatial_merge_size": 2},
     "internvl": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
     "smolvlm": {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
