@@ -6,9 +6,12 @@ A model of small sizes is asked, and each yes is compared with the model's own n
 model of the default configuration is asked on the meta device, and nothing is compared.
 """
 
+import contextlib
 import dataclasses
+import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,6 +32,7 @@ from rlft_fast.data import Batch
 from rlft_fast.engine.forward import prepare_model_inputs
 from rlft_fast.models import PolicyModel, RowCache
 from rlft_fast.models.architectures import WITHOUT_CACHE, padded_attention, require_causal
+from tests.engine.models.update_time import MIXED, share_of_time
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -64,8 +68,15 @@ with its default configuration, and was not refused; its numbers were not compar
 when they are patched or loaded. The table has the first reason of the `ValueError`. *Not tried* are those that
 transformers cannot build with their default configurations.
 
-| patched head | training | model types |
-| --- | --- | --- |
+*Time* is what an update of a padded model takes, as a share of transformers' own padded step on the same sequences, in
+CPU seconds: below 1, the update is faster. The small random model runs forward and backward on {number} sequences of
+{shortest} to {longest} tokens without a common prompt, which padding to one length makes {padding} times as many. The
+packed Llama takes {llama}. So small a model spends its time on calls rather than on tokens. Models of four layers with
+a width of 256 (Bloom, LFM2, Qwen3.5) take 0.3 to 0.4, and 0.9 to 1.0 where all lengths are equal.
+Padded models without a time have not been measured.
+
+| patched head | training | time | model types |
+| --- | --- | --- | --- |
 {table}
 
 Encoder-decoders for text alone are not listed, and are refused.
@@ -94,7 +105,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(["intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim"], 48),
     **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
     **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size"], 16),
-    **dict.fromkeys(["max_position_embeddings", "n_positions"], 128),
+    **dict.fromkeys(["max_position_embeddings", "n_positions"], 256),
     **dict.fromkeys(["vocab_size", "vocab_size_per_layer_input"], 64),
     **dict.fromkeys(["head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "query_pre_attn_scalar"], 8),
     **dict.fromkeys(["n_group", "topk_group", "first_k_dense_replace", "encoder_layers", "bos_token_id"], 1),
@@ -177,33 +188,71 @@ class Answer(NamedTuple):
     """PACKED, PADDED, or why not."""
 
 
-def page() -> str:
-    """The text of docs/models.md."""
-    types_of: dict[Answer, list[str]] = defaultdict(list)
+def page(times: Mapping[str, str]) -> str:
+    """The text of docs/models.md.
+
+    Args:
+        times: see `measured`.
+    """
+    types_of: dict[tuple[Answer, str], list[str]] = defaultdict(list)
     for model_type in MODEL_TYPES:
         found = answer(model_type)
         key = Answer(*(each.removesuffix(" *") for each in found))
-        types_of[key].append(model_type + ("\\*" if key != found else ""))
+        time = times.get(model_type, "") if found.trains == PADDED else ""
+        types_of[key, time].append(model_type + ("\\*" if key != found else ""))
     ways = [PACKED, PADDED]
 
-    def place(row: tuple[Answer, list[str]]) -> tuple:
-        found, names = row
+    def place(row: tuple[tuple[Answer, str], list[str]]) -> tuple:
+        (found, time), names = row
         way = ways.index(found.trains) if found.trains in ways else len(ways)
-        return way, found.patched != YES, UNTRIED in found, -len(names), found
+        return way, found.patched != YES, UNTRIED in found, not time, time, -len(names), found
 
     rows = sorted(types_of.items(), key=place)
-    table = "\n".join(f"| {patched} | {trains} | {', '.join(names)} |" for (patched, trains), names in rows)
-    number = {way: sum(len(names) for found, names in rows if found.trains == way) for way in ways}
+    table = "\n".join(f"| {' | '.join(found)} | {time} | {', '.join(names)} |" for (found, time), names in rows)
+    number = {way: sum(len(names) for (found, _), names in rows if found.trains == way) for way in ways}
     return PAGE_TEXT.format(
         version=transformers.__version__,
         total=len(MODEL_TYPES),
-        patched=sum(len(names) for found, names in rows if found.patched == YES),
+        patched=sum(len(names) for (found, _), names in rows if found.patched == YES),
         trained=sum(number.values()),
         packed=number[PACKED],
         padded=number[PADDED],
         table=table,
         uncached=", ".join(WITHOUT_CACHE),
+        number=len(MIXED),
+        llama=times["llama"],
+        shortest=min(MIXED),
+        longest=max(MIXED),
+        padding=round(len(MIXED) * max(MIXED) / sum(MIXED)),
     )
+
+
+def measured() -> dict[str, str]:
+    """The time of an update of each padded model that is compared, and of Llama, see `share_of_time`. Takes minutes."""
+    timed = [x for x in MODEL_TYPES if answer(x).trains == PADDED]
+    return {x: _coarse(share_of_time(_as_policy(_built(x)), MIXED)) for x in ["llama", *timed]}
+
+
+def written() -> dict[str, str]:
+    """The times that the page has."""
+    text = PAGE.read_text()
+    rows = re.findall(r"^\| .* \| padded \| ([\d.]+) \| (.*) \|$", text, re.MULTILINE)
+    (llama,) = re.findall(r"packed Llama takes ([\d.]+)\.", text)
+    return {"llama": llama} | {model_type: time for time, names in rows for model_type in names.split(", ")}
+
+
+def _coarse(share: float) -> str:
+    """The nearest step, each about a quarter more than the one before."""
+    steps = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
+    return f"{min(steps, key=lambda step: abs(math.log(step / share))):g}"
+
+
+def _built(model_type: str) -> PreTrainedModel:
+    """The small model, of the first class that can be built."""
+    for model_class in _classes(model_type):
+        with contextlib.suppress(Exception):  # as in `answer`
+            return small_model(model_type, model_class)
+    raise AssertionError(model_type)
 
 
 @cache
@@ -431,4 +480,4 @@ def _padded_left(parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(measured()))
