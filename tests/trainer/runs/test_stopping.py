@@ -143,7 +143,8 @@ def test_a_second_ctrl_c_waits_for_no_reward(model, tmp_path):
     """A terminal sends it to the run's workers, too."""
     options = FEWER_OPTIONS | {"reward__function": f"{Path(__file__)}:waits", "reward__timeout_s": 120.0}
     config, log = write_config(model, tmp_path, options), tmp_path / "log"
-    process = start(["rlft_fast", "train", str(config)], log, start_new_session=True)
+    # An evaluation, with which the run would begin, is left at the first Ctrl-C.
+    process = start(["rlft_fast", "train", str(config), "--evaluation", "null"], log, start_new_session=True)
     wait_for((tmp_path / "waiting").exists, log)
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
