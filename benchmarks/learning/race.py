@@ -3,6 +3,8 @@
 Every leg (a task, a side, a seed) is a process of its own; one runs at a time. A finished leg is one JSON file in
 benchmarks/results/learning. It is kept while it was made with the current settings, so the same command continues after
 an interruption, on the same machine or from a clone. The report comes from the files of the finished legs alone.
+
+The first leg of a task times a few steps of TRL with each of its settings. The legs of TRL take the fastest.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.report import write_report
-from benchmarks.learning.workload import FIRST_SEEDS, NUM_STEPS, SETTINGS, TASKS
+from benchmarks.learning.workload import NUM_STEPS, SEEDS, SETTINGS, TASKS
 from benchmarks.support.document import versions
 from benchmarks.support.harness import environment
 
@@ -28,7 +30,7 @@ _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results"
 RUNS = _ROOT / "runs" / "learning"
 SIDES = ("trl", "ours-hf", "ours-vllm")
-UPDATES = "updates"  # a leg of one step, with the first seed alone
+TRL_TIMES, UPDATES = "trl-times", "updates"  # legs of a few steps, with the first seed alone
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Leg:
         """Runs the leg and writes its file.
 
         Raises:
+            FileNotFoundError: TRL's settings have not been timed.
             subprocess.CalledProcessError: the leg failed; its output is beside its run, with the suffix .txt.
         """
         run = RUNS / self.name
@@ -64,6 +67,8 @@ class Leg:
         print(f"{self.name}: started", flush=True)
         command = [sys.executable, "-m", "benchmarks.learning.sides", self.side, self.task, str(self.seed),
                    str(NUM_STEPS), str(run)]  # fmt: skip
+        if self.side == "trl":
+            command.append(self._fastest_setting(folder))
         with open(log, "w") as errors:
             started = datetime.now(UTC)
             load = os.getloadavg()[0]
@@ -82,25 +87,40 @@ class Leg:
             flush=True,
         )
 
+    def _fastest_setting(self, folder: Path) -> str:
+        times = Leg(self.task, TRL_TIMES, SEEDS[0])
+        if (found := times.read(folder)) is None:
+            raise FileNotFoundError(f"{self.name} needs {times.name}.json: run the side {TRL_TIMES} first")
+        measured = {name: seconds for name, seconds in found["seconds_per_step"].items() if seconds is not None}
+        return min(measured, key=measured.__getitem__)
+
 
 def all_legs(tasks: list[str], sides: list[str], seeds: list[int]) -> list[Leg]:
     """The legs, first those of one seed with all sides, so that an interrupted race has whole comparisons."""
-    return [Leg(task, side, seed) for seed in seeds for task in tasks for side in sides if side != UPDATES or seed == 0]
+    return [
+        Leg(task, side, seed)
+        for seed in seeds
+        for task in tasks
+        for side in sides
+        if side not in (TRL_TIMES, UPDATES) or seed == SEEDS[0]
+    ]
 
 
 def finished_legs(folder: Path) -> list[dict[str, Any]]:
-    """The finished legs of every seed that has one, in the order of a race."""
-    seeds = sorted({int(path.stem.rpartition("-seed")[2]) for path in folder.glob("*-seed*.json")})
-    return [found for leg in all_legs([*TASKS], [*SIDES], seeds) if (found := leg.read(folder))]
+    """The finished legs of the race's seeds, in the order of a race."""
+    return [found for leg in all_legs([*TASKS], [*SIDES], [*SEEDS]) if (found := leg.read(folder))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="(default: all)")
     parser.add_argument(
-        "--sides", nargs="+", choices=(*SIDES, UPDATES), default=[*SIDES, UPDATES], help="(default: all)"
+        "--sides", nargs="+", choices=(TRL_TIMES, *SIDES, UPDATES), default=[TRL_TIMES, *SIDES, UPDATES],
+        help="(default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, choices=SEEDS, default=[*SEEDS], help="to run now (default: %(default)s)"
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[*FIRST_SEEDS], help="(default: %(default)s)")
     parser.add_argument("--report-only", action="store_true", help="run nothing; write the report of what is finished")
     options = parser.parse_args()
     folder = RESULTS / "learning"
@@ -114,8 +134,11 @@ def main() -> None:
     legs = finished_legs(folder)
     if not legs:
         raise SystemExit("no leg is finished")
-    updates = {task: found for task in TASKS if (found := Leg(task, UPDATES, 0).read(folder))}
-    print(write_report(legs, updates, RESULTS))
+    times, updates = (
+        {task: found for task in TASKS if (found := Leg(task, side, SEEDS[0]).read(folder))}
+        for side in (TRL_TIMES, UPDATES)
+    )
+    print(write_report(legs, times, updates, RESULTS))
 
 
 if __name__ == "__main__":

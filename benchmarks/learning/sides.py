@@ -1,15 +1,17 @@
 """One leg of the race, in a process of its own.
 
-    python -m benchmarks.learning.sides ours-hf|ours-vllm|trl|updates TASK SEED STEPS FOLDER
+    python -m benchmarks.learning.sides ours-hf|ours-vllm|updates|trl-times TASK SEED STEPS FOLDER
+    python -m benchmarks.learning.sides trl TASK SEED STEPS FOLDER SETTING
 
-The last line of its output is JSON: seconds, reward and tokens of each step, of ours also seconds by phase, and
-held-out accuracy by step. The clock stops while held-out problems are answered. ``updates`` gives the difference of
-both sides' first step instead.
+The last line of its output is JSON: seconds, seconds by phase, reward and tokens of each step, and held-out accuracy by
+step. The clock stops while held-out problems are answered. ``updates`` gives the difference of both sides' first step
+instead, and ``trl-times`` seconds per step of TRL with each of its settings.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from functools import partial
@@ -25,6 +27,7 @@ from benchmarks.learning.workload import (
     MINI_BATCHES,
     NUM_PROMPTS,
     NUM_SAMPLES,
+    TRL_SETTINGS,
     config_of,
     reward,
 )
@@ -35,6 +38,7 @@ from rlft_fast.trainer import Prompts, load_prompts
 
 # Sequences that TRL has in memory at once. Of 8, 16, 32 and 64, the fastest on two cores (by 2 to 7 %).
 TRL_BATCH_SIZE = 16
+TIMED_STEPS = 3  # of each of TRL's settings; the first, which compiles, does not count
 
 
 def run_ours(config: Config) -> dict[str, Any]:
@@ -42,18 +46,38 @@ def run_ours(config: Config) -> dict[str, Any]:
 
     train(config)
     rows = read_metrics(Path(config.output_dir))
-    steps = [
-        {
-            "step": row["step"], "seconds": row["seconds"], "reward": row["reward_mean"],
-            "tokens": round(row["completion_length_mean"] * NUM_PROMPTS * NUM_SAMPLES),
-            "phases": {name: seconds for name, seconds in row.items() if name.startswith("seconds_")},
-        }
-        for row in rows if "seconds" in row
-    ]  # fmt: skip
-    return {"steps": steps, "accuracy": [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row]}
+    prompt_ids = taught_prompts(config, load_tokenizer(config.model)).token_ids
+    steps = []
+    for row in rows:
+        if "seconds" in row:
+            first = (row["step"] - 1) * NUM_PROMPTS
+            tokens = round(row["completion_length_mean"] * NUM_PROMPTS * NUM_SAMPLES)
+            steps.append({
+                "step": row["step"], "seconds": row["seconds"], "reward": row["reward_mean"], "tokens": tokens,
+                "phases": {name: seconds for name, seconds in row.items() if name.startswith("seconds_")},
+                # A prompt runs once for all of its answers. Answers that begin alike run fewer rows than counted here.
+                "rows": tokens + sum(map(len, prompt_ids[first : first + NUM_PROMPTS])),
+            })  # fmt: skip
+    accuracy = [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row]
+    taken = Config.load(Path(config.output_dir) / "config.yaml").actor.compute_dtype
+    return {"steps": steps, "accuracy": accuracy, "setting": "bfloat16" if taken == "bfloat16" else "float32"}
 
 
-def run_trl(config: Config) -> dict[str, Any]:
+def time_trl(config: Config) -> dict[str, Any]:
+    """Seconds per step of TRL with each setting, the rows that a step runs, and why a setting has none."""
+    seconds: dict[str, float | None] = {}
+    failures = {}
+    for name in TRL_SETTINGS:
+        try:
+            steps = run_trl(config.model_copy(update={"steps": TIMED_STEPS}), name, evaluates=False)["steps"]
+            seconds[name] = statistics.mean(step["seconds"] for step in steps[1:])
+        except Exception as error:  # a setting that TRL, transformers or this machine's compiler cannot run
+            seconds[name], failures[name] = None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        print(name, seconds[name], failures.get(name, ""), file=sys.stderr, flush=True)
+    return {"seconds_per_step": seconds, "failures": failures}
+
+
+def run_trl(config: Config, setting: str, *, evaluates: bool = True) -> dict[str, Any]:
     import transformers
 
     assert config.evaluation is not None
@@ -65,7 +89,8 @@ def run_trl(config: Config) -> dict[str, Any]:
 
     class Callback(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            accuracy.append((0, greedy_accuracy(trainer.model, tokenizer, held_out)))
+            if evaluates:
+                accuracy.append((0, greedy_accuracy(trainer.model, tokenizer, held_out)))
             self.seconds = 0.0
 
         def on_step_begin(self, args, state, control, **kwargs):
@@ -78,15 +103,21 @@ def run_trl(config: Config) -> dict[str, Any]:
             step = state.global_step // MINI_BATCHES
             rewards, completions = trainer.sampled
             tokens = sum(map(len, completions))
-            steps.append({"step": step, "seconds": self.seconds, "reward": rewards.mean().item(), "tokens": tokens})
-            self.seconds = 0.0
-            if step % EVALUATE_EVERY == 0 or step == config.steps:
+            phases = dict(trainer.phases)
+            phases["seconds_update"] = self.seconds - sum(phases.values())
+            steps.append({
+                "step": step, "seconds": self.seconds, "reward": rewards.mean().item(), "tokens": tokens,
+                "phases": phases, "rows": trainer.num_rows,
+            })  # fmt: skip
+            self.seconds, trainer.num_rows = 0.0, 0
+            trainer.phases.clear()
+            if evaluates and (step % EVALUATE_EVERY == 0 or step == config.steps):
                 accuracy.append((step, greedy_accuracy(trainer.model, tokenizer, held_out)))
-            print(json.dumps(steps[-1]), accuracy[-1], file=sys.stderr, flush=True)
+            print(json.dumps(steps[-1]), accuracy[-1:], file=sys.stderr, flush=True)
 
-    trainer = trl_trainer(config, Callback())
+    trainer = trl_trainer(config, Callback(), **TRL_SETTINGS[setting])
     trainer.train()
-    return {"steps": steps, "accuracy": accuracy}
+    return {"steps": steps, "accuracy": accuracy, "setting": setting}
 
 
 def run_updates(config: Config) -> dict[str, Any]:
@@ -176,8 +207,17 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return sum((whole[name] - theirs[name]).double().square().sum().item() for name in theirs) ** 0.5
 
 
+def taught_prompts(config: Config, tokenizer: Any) -> Prompts:
+    """The prompts of all steps, in the order of both sides."""
+    prompts = load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens)
+    return prompts.select(prompts.order(0, config.steps * NUM_PROMPTS, config.seed))
+
+
 def trl_trainer(config: Config, callback: Any, **options: Any) -> Any:
-    """TRL's trainer of the run. Its ``sampled`` are the rewards and answers of the current step, with ``advantages``.
+    """TRL's trainer of the run.
+
+    Its ``sampled`` are the rewards and answers of the current step, with ``advantages``. ``phases`` are seconds of the
+    step, without the update, and ``num_rows`` counts the positions that its updates run, padding included.
 
     Args:
         config: our run.
@@ -191,17 +231,35 @@ def trl_trainer(config: Config, callback: Any, **options: Any) -> Any:
 
     transformers.logging.set_verbosity_error()
     tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens)
-    taught = prompts.select(prompts.order(0, config.steps * NUM_PROMPTS, config.seed))
+    taught = taught_prompts(config, tokenizer)
 
     class Trainer(GRPOTrainer):
+        num_rows = 0
+
+        def __init__(self, *args, **kwargs):
+            self.phases: dict[str, float] = {}
+            super().__init__(*args, **kwargs)
+
+        def _generate(self, *args, **kwargs):
+            started = time.perf_counter()
+            output = super()._generate(*args, **kwargs)
+            self.phases["seconds_generate"] = time.perf_counter() - started
+            return output
+
+        def _compute_loss(self, model, inputs):
+            self.num_rows += inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+            return super()._compute_loss(model, inputs)
+
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             self.sampled = rewards, completion_ids_list
             return rewards
 
         def _generate_and_score_completions(self, inputs):
+            started = time.perf_counter()
             output = super()._generate_and_score_completions(inputs)
+            passed = time.perf_counter() - started
+            self.phases["seconds_logprobs and reward"] = passed - self.phases["seconds_generate"]
             self.advantages = output["advantages"].clone()
             return output
 
@@ -253,12 +311,11 @@ def greedy_accuracy(model, tokenizer, prompts: Prompts, batch_size: int = 128) -
 def main() -> None:
     from rlft_fast.demo import smollm2_folder
 
-    side, task, seed, steps, folder = sys.argv[1:]
+    side, task, seed, steps, folder, *setting = sys.argv[1:]
     backend = "vllm" if side == "ours-vllm" else "hf"
     config = config_of(str(smollm2_folder()), task, int(seed), Path(folder), backend, int(steps))
-    run = {"trl": run_trl, "updates": run_updates}.get(side, run_ours)
-    result = run(config)
-    print(json.dumps(result))
+    run = {"trl": run_trl, "trl-times": time_trl, "updates": run_updates}.get(side, run_ours)
+    print(json.dumps(run(config, *setting)))
 
 
 if __name__ == "__main__":

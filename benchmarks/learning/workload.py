@@ -16,7 +16,7 @@ from rlft_fast.rewards import last_number
 
 NUM_HELD_OUT = 512
 WORDINGS = ("{} + {} = ?", "What is {} + {}?", "{} plus {} is", "Add {} and {}.")
-FIRST_SEEDS = (0, 1, 2)  # of every race
+SEEDS = (5, 6, 7, 8, 9)  # of every side; fixed before the race, like the levels of TASKS
 NUM_STEPS = 28
 EVALUATE_EVERY = 4
 NUM_PROMPTS, NUM_SAMPLES = 16, 8  # of a step
@@ -25,8 +25,18 @@ MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 80, 16
 LEARNING_RATE = 2e-5  # falls linearly to 0
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 TRUNCATION_PENALTY = 0.5
+# TRL's settings, which are timed before its legs: the legs take the fastest. bf16 is autocast, TRL's default.
+TRL_SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"bf16": True},
+    "static cache": {"cache_implementation": "static"},
+    "continuous batching": {"use_transformers_continuous_batching": True},
+    "compiled": {"torch_compile": True},
+}
+for _name in ("static cache", "continuous batching", "compiled"):
+    TRL_SETTINGS[f"bfloat16, {_name}"] = TRL_SETTINGS["bfloat16"] | TRL_SETTINGS[_name]
 SETTINGS = {
-    "steps": NUM_STEPS, "prompts per step": NUM_PROMPTS, "answers per prompt": NUM_SAMPLES,
+    "seeds": [*SEEDS], "steps": NUM_STEPS, "prompts per step": NUM_PROMPTS, "answers per prompt": NUM_SAMPLES,
     "optimizer steps per step": MINI_BATCHES, "new tokens": MAX_NEW_TOKENS, "learning rate": LEARNING_RATE,
     "clip": [CLIP_LOW, CLIP_HIGH], "truncation penalty": TRUNCATION_PENALTY, "held out": NUM_HELD_OUT,
 }  # fmt: skip
@@ -78,16 +88,18 @@ class Task:
 
     Attributes:
         title: in the report.
+        level: of held-out accuracy, which the minutes are counted to.
         write: writes the problems to a folder, for a model; returns the paths of training and held-out problems.
     """
 
     title: str
+    level: float
     write: Callable[[Path, str], tuple[Path, Path]]
 
 
 TASKS = {
-    "sums": Task("the demo's task: sums of two numbers from 1 to 20, in four wordings", write_sums),
-    "chain_sum": Task("reasoning-gym's chain_sum: two numbers below 100, added or subtracted", write_chain_sums),
+    "sums": Task("the demo's task: sums of two numbers from 1 to 20, in four wordings", 0.80, write_sums),
+    "chain_sum": Task("reasoning-gym's chain_sum: two numbers below 100, added or subtracted", 0.45, write_chain_sums),
 }
 
 
@@ -104,7 +116,7 @@ def config_of(model: str, task: str, seed: int, folder: Path, backend: str, step
         },
         "algorithm": {"mini_batches": MINI_BATCHES, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH},
         "actor": {
-            "compute_dtype": "float32", "max_tokens": 4096,
+            "max_tokens": 4096,
             "optimizer": {"learning_rate": LEARNING_RATE, "schedule": "linear"},
         },
         "evaluation": {"path": str(held_out), "every": EVALUATE_EVERY, "max_new_tokens": MAX_NEW_TOKENS},

@@ -12,29 +12,28 @@ from benchmarks.learning.curriculum import bars_of as curriculum_bars
 from benchmarks.learning.curriculum import write_report as write_curriculum_report
 from benchmarks.learning.distillation import bars_of as distillation_bars
 from benchmarks.learning.distillation import write_report as write_distillation_report
-from benchmarks.learning.race import SIDES, UPDATES, Leg, all_legs, finished_legs
+from benchmarks.learning.race import SIDES, TRL_TIMES, UPDATES, Leg, all_legs, finished_legs
 from benchmarks.learning.report import (
     HF,
     TRL,
     Curve,
     bars_of,
-    differences_of_first_seeds,
-    level_of,
     standard_errors,
     write_report,
 )
-from benchmarks.learning.workload import FIRST_SEEDS, NUM_HELD_OUT, SETTINGS, TASKS, WORDINGS, write_sums
+from benchmarks.learning.workload import NUM_HELD_OUT, SEEDS, SETTINGS, TASKS, WORDINGS, write_sums
 
 FACTS = {"cpu": "a CPU", "cores": "2, AVX2", "date": "a day"}
 
 
 def leg(side: str, seed: int, accuracy: list[float], seconds: float = 60.0, task: str = "sums") -> dict:
     """Two steps between evaluations."""
-    steps = [{"step": i + 1, "seconds": seconds, "reward": 0.0, "tokens": 10} for i in range(2 * (len(accuracy) - 1))]
+    step = {"seconds": seconds, "reward": 0.0, "tokens": 10, "rows": 20, "phases": {"seconds_update": seconds / 2}}
+    steps = [{"step": i + 1, **step} for i in range(2 * (len(accuracy) - 1))]
     found = [(2 * i, value) for i, value in enumerate(accuracy)]
     return {
         "task": task, "side": side, "seed": seed, "settings": SETTINGS, "environment": FACTS, "steps": steps,
-        "accuracy": found,
+        "accuracy": found, "setting": "float32",
     }  # fmt: skip
 
 
@@ -71,15 +70,25 @@ def test_a_leg_is_kept_while_its_settings_are_the_current_ones(tmp_path):
 
 
 def test_the_legs_of_a_race():
-    legs = all_legs([*TASKS], [*SIDES, UPDATES], [*FIRST_SEEDS])
-    assert len(legs) == len({each.name for each in legs}) == len(TASKS) * (len(SIDES) * len(FIRST_SEEDS) + 1)
+    legs = all_legs([*TASKS], [TRL_TIMES, *SIDES, UPDATES], [*SEEDS])
+    assert len(legs) == len({each.name for each in legs}) == len(TASKS) * (len(SIDES) * len(SEEDS) + 2)
     assert [each.seed for each in legs] == sorted(each.seed for each in legs)
+    assert legs[0].side == TRL_TIMES
 
 
-def test_a_report_takes_every_finished_seed(tmp_path):
-    for side, seed in ((TRL, 10), (HF, 2), (UPDATES, 0)):
+def test_a_leg_of_trl_takes_the_fastest_setting(tmp_path):
+    one = Leg("sums", TRL, 7)
+    with pytest.raises(FileNotFoundError, match=f"run the side {TRL_TIMES} first"):
+        one._fastest_setting(tmp_path)
+    times = {"settings": SETTINGS, "seconds_per_step": {"float32": 9.0, "bfloat16": 7.0, "compiled": None}}
+    (tmp_path / f"sums-{TRL_TIMES}-seed{SEEDS[0]}.json").write_text(json.dumps(times))
+    assert one._fastest_setting(tmp_path) == "bfloat16"
+
+
+def test_a_report_takes_the_seeds_of_the_race(tmp_path):
+    for side, seed in ((TRL, 9), (HF, 6), (TRL, 2), (UPDATES, 5)):
         (tmp_path / f"{Leg('sums', side, seed).name}.json").write_text(json.dumps(leg(side, seed, [0.2, 0.4])))
-    assert [(each["side"], each["seed"]) for each in finished_legs(tmp_path)] == [(HF, 2), (TRL, 10)]
+    assert [(each["side"], each["seed"]) for each in finished_legs(tmp_path)] == [(HF, 6), (TRL, 9)]
 
 
 def test_minutes_to_a_level_are_interpolated():
@@ -98,13 +107,6 @@ def test_standard_errors():
     assert standard_errors(ours[:1], theirs) is None
 
 
-def test_a_report_with_more_seeds_has_the_difference_of_the_first():
-    values = {HF: (0.5, 0.7), TRL: (0.4, 0.6)}
-    legs = [leg(side, seed, [0.2, value, 0.8]) for side, of in values.items() for seed, value in enumerate(of)]
-    assert differences_of_first_seeds(legs) == []
-    assert differences_of_first_seeds([*legs, leg(HF, 3, [0.2, 0.1, 0.8])]) == ["1.00 (sums, rlft_fast)"]
-
-
 def test_the_report_adds_up(tmp_path):
     legs = [leg(TRL, 0, [0.2, 0.6, 0.9]), leg(HF, 0, [0.2, 0.6, 0.9], seconds=15.0)]
     (minutes, gradients, updates) = bars_of(legs, {"sums": {"gradients": [1e-5, 2e-4], "updates": 1e-4}})
@@ -117,10 +119,15 @@ def test_the_report_adds_up(tmp_path):
     assert bars_of([legs[0], elsewhere], {}) == []
     never = [legs[0], leg(HF, 0, [0.2, 0.6, 0.7])]
     assert bars_of(never, {})[0].value == math.inf
-    others = {HF: [Curve.of(leg(HF, 0, [0.2, 0.58], task="chain_sum"))]}
-    assert level_of("chain_sum", others) == pytest.approx(0.55)
-    text = write_report(legs, {}, tmp_path)
+    rounded = [legs[0], legs[1] | {"setting": "bfloat16"}]
+    assert (bars_of(legs, {})[0].limit, bars_of(rounded, {})[0].limit) == (0.35, 0.15)
+    times = {"sums": {"seconds_per_step": {"float32": 60.0, "compiled": None}, "failures": {"compiled": "no compiler"}}}
+    text = write_report(legs, times, {}, tmp_path)
     assert "learning/sums-trl-seed0.json" in text
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert ["update, s", "30.00", "7.50"] in cells
+    assert ["rows", "20", "20"] in cells
+    assert ["compiled", "no compiler"] in cells
     assert (tmp_path / "learning.png").stat().st_size > 1000
     assert [each["side"] for each in json.loads((tmp_path / "learning.json").read_text())["legs"]] == [TRL, HF]
 
