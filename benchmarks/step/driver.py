@@ -19,8 +19,8 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
+from benchmarks.step.host import OUTPUTS, Step, Workload, draw_rollout
 from benchmarks.step.host import STAGES as HOST_STAGES
-from benchmarks.step.host import Step, Workload, draw_rollout
 from benchmarks.support.document import Bar, bar_table, fill, table, write_files
 from benchmarks.support.harness import environment, free_memory, fresh_memory, reset_peak, status_bytes
 from benchmarks.support.picture import OURS_COLOR, save
@@ -29,6 +29,7 @@ from rlft_fast.cluster.dispatch import split_batch
 
 ROOT = Path(__file__).parents[2]
 MAX_SECONDS, MAX_GB = 4.0, 8.0
+PLAN = "plan"
 DISPATCH = "shares of all workers, into the store"
 
 
@@ -65,6 +66,11 @@ class DriverStep(Step):
 
     sent_bytes = 0
 
+    def make_ready(self, stage: str) -> None:
+        if stage == OUTPUTS:
+            self.make_plan()
+        super().make_ready(stage)
+
     def dispatch(self) -> None:
         split = split_batch(self.batch, (), self.work.max_tokens, self.work.num_ranks, 1, trains=False)
         sink = _Sink()
@@ -73,8 +79,8 @@ class DriverStep(Step):
         self.sent_bytes = sink.num_bytes
 
 
-# The plan is a part of the dispatch.
-STAGES = {name: stage for name, stage in HOST_STAGES.items() if name != "micro-batches of a rank"}
+# The plan is a part of the dispatch, and puts the outputs in order.
+STAGES = {name: stage for name, stage in HOST_STAGES.items() if name not in (PLAN, "micro-batches of a rank")}
 STAGES |= {DISPATCH: DriverStep.dispatch}  # type: ignore[dict-item]
 
 
@@ -89,24 +95,32 @@ class Cost:
 
 
 def measure(work: Workload) -> Cost:
+    """One step for the seconds, with malloc as in a run, and one for the memory."""
+    step = DriverStep(work, draw_rollout(work))
+    seconds = {}
+    for name, stage in STAGES.items():
+        step.make_ready(name)
+        started = time.process_time()
+        stage(step)
+        seconds[name] = time.process_time() - started
+    del step
     with fresh_memory():
         step = DriverStep(work, draw_rollout(work))
         free_memory()
         before = status_bytes("VmRSS")
-        seconds, most = {}, {}
+        most = {}
         for name, stage in STAGES.items():
             step.make_ready(name)
             reset_peak()
-            started = time.process_time()
             stage(step)
-            seconds[name] = time.process_time() - started
             most[name] = status_bytes("VmHWM") - before
     return Cost(work, seconds, most, step.sent_bytes)
 
 
 METHOD = """\
 {num_tokens} tokens in {num_samples} completions, {group_size} of each prompt. Lengths are those of
-[the step on the host](host.md). One step is measured for each number of workers. The update needs one dispatch; a step
+[the step on the host](host.md). Two steps are measured for each number of workers, one for its seconds and one for its
+memory. The plan is a part of the dispatch. The update needs one dispatch; a step
 with inference, a reference and a critic dispatches the batch several times. Time of the network and of the workers is
 not in it. CPU seconds are those of the process, the kernel's included, with {threads} thread(s) of torch. Memory is the
 peak of the resident set during a stage, less the resident set before the step, when the samples were there; the store's
