@@ -29,6 +29,7 @@ from rlft_fast.cluster.dispatch import split_batch
 
 ROOT = Path(__file__).parents[2]
 MAX_SECONDS, MAX_GB = 4.0, 8.0
+STEPS = 3  # a step's seconds depend on how fast the kernel hands out memory
 PLAN = "plan"
 DISPATCH = "shares of all workers, into the store"
 
@@ -95,15 +96,18 @@ class Cost:
 
 
 def measure(work: Workload) -> Cost:
-    """One step for the seconds, with malloc as in a run, and one for the memory."""
-    step = DriverStep(work, draw_rollout(work))
-    seconds = {}
-    for name, stage in STAGES.items():
-        step.make_ready(name)
-        started = time.process_time()
-        stage(step)
-        seconds[name] = time.process_time() - started
-    del step
+    """The median step of `STEPS` for the seconds, with malloc as in a run, and one step for the memory."""
+    steps: list[dict[str, float]] = []
+    for _ in range(STEPS):
+        step = DriverStep(work, draw_rollout(work))
+        steps.append({})
+        for name, stage in STAGES.items():
+            step.make_ready(name)
+            started = time.process_time()
+            stage(step)
+            steps[-1][name] = time.process_time() - started
+        del step
+    seconds = sorted(steps, key=lambda own: sum(own.values()))[STEPS // 2]
     with fresh_memory():
         step = DriverStep(work, draw_rollout(work))
         free_memory()
@@ -119,8 +123,8 @@ def measure(work: Workload) -> Cost:
 
 METHOD = """\
 {num_tokens} tokens in {num_samples} completions, {group_size} of each prompt. Lengths are those of
-[the step on the host](host.md). Two steps are measured for each number of workers, one for its seconds and one for its
-memory. The plan is a part of the dispatch. The update needs one dispatch; a step
+[the step on the host](host.md). For each number of workers, seconds are those of the median step of three, and memory
+is that of one step more. The plan is a part of the dispatch. The update needs one dispatch; a step
 with inference, a reference and a critic dispatches the batch several times. Time of the network and of the workers is
 not in it. CPU seconds are those of the process, the kernel's included, with {threads} thread(s) of torch. Memory is the
 peak of the resident set during a stage, less the resident set before the step, when the samples were there; the store's

@@ -208,6 +208,8 @@ def _common_prefix(batch: Batch, used_B: np.ndarray) -> int:
         return 0
     tokens, common = batch.input_ids_T.numpy(), int(used_B[used_B > 0].min())
     for start in start_B:
+        if not common:
+            break
         common = common_length(tokens[start : start + common], tokens[start_B[0] : start_B[0] + common])
     return common
 
