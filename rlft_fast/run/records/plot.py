@@ -62,18 +62,26 @@ def plot_runs(runs: list[Path], output: Path) -> None:
         raise ValueError(f"nothing to draw: {', '.join(map(str, runs))} hold none of {', '.join(PANELS)}")
     num_columns = 2 if len(names) == 4 else min(len(names), 3)
     num_rows = -(-len(names) // num_columns)
-    figure = Figure(figsize=(4.2 * num_columns, 2.9 * num_rows + 0.3), layout="constrained")
+    header = 0.3 if len(runs) == 1 else 0.1 + 0.25 * -(-len(runs) // 4)
+    width, height = 4.2 * num_columns, 2.9 * num_rows + header  # inches, as all sizes are
+    figure = Figure(figsize=(width, height))
     axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
+    # Margins of 0.7 and 0.1 beside each panel, of 0.5 below it and 0.3 above. matplotlib would measure every text for
+    # its own layouts, which doubles the time of a picture.
+    figure.subplots_adjust(
+        left=0.7 / width, right=1 - 0.1 / width, bottom=0.5 / height, top=1 - (header + 0.3) / height,
+        wspace=0.8 / 3.4, hspace=0.8 / 2.1,
+    )  # fmt: skip
     for name, axis in zip(names, axes, strict=False):
         _draw_panel(axis, name, series[name])
     for axis in axes[len(names) :]:
         axis.set_visible(False)
     if len(runs) > 1:
-        legend = figure.legend(*_legend(runs), loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+        legend = figure.legend(*_legend(runs), loc="upper center", ncols=min(len(runs), 4), frameon=False)
         for text in legend.get_texts():
             text.set_parse_math(False)
     else:
-        figure.suptitle(printable(runs[0].resolve().name), parse_math=False)
+        figure.suptitle(printable(runs[0].resolve().name), y=1 - 0.08 / height, parse_math=False)
     with replacing(output) as picture:
         figure.savefig(picture, dpi=150, format=output.suffix.removeprefix("."))
 

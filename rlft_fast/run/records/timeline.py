@@ -132,25 +132,31 @@ def draw_timeline(run: Path, output: Path) -> bool:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(12.6, 1.3 + 0.32 * len(timeline.rows)), layout="constrained")
+    height = 1.3 + 0.32 * len(timeline.rows)  # inches
+    figure = Figure(figsize=(12.6, height))
     axis = figure.subplots()
-    _draw_rows(axis, timeline.rows)
+    longest = _draw_rows(axis, timeline.rows)
+    # Texts are not measured, as in `plot_runs`: a character is 0.07 inches wide.
+    left = min(0.2 + 0.07 * longest, 6.0)
+    figure.subplots_adjust(left=left / 12.6, right=0.985, bottom=0.75 / height, top=1 - 0.4 / height)
     axis.set_xlim(0, timeline.seconds or 1)
     axis.set_xlabel("time [s]", fontsize=9)
     first, last = timeline.steps
     left_out = timeline.num_rows - len(timeline.rows)
     more = f"; {left_out} more workers are not shown" if left_out else ""
-    figure.suptitle(f"{printable(run.resolve().name)}: steps {first} to {last}{more}", parse_math=False, fontsize=10)
+    title = f"{printable(run.resolve().name)}: steps {first} to {last}{more}"
+    figure.suptitle(title, y=1 - 0.08 / height, parse_math=False, fontsize=10)
     used = {phase for row in timeline.rows for phase, *_ in row.spans}
     patches = [Patch(color=color, label=phase) for phase, color in PHASE_COLORS.items() if phase in used]
     if patches:
-        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
+        figure.legend(handles=patches, loc="lower center", ncols=len(patches), frameon=False, fontsize=8)
     with replacing(output) as picture:
         figure.savefig(picture, dpi=150, format=output.suffix.removeprefix("."))
     return True
 
 
-def _draw_rows(axis: "Axes", rows: Sequence[Row]) -> None:
+def _draw_rows(axis: "Axes", rows: Sequence[Row]) -> int:
+    """Returns the number of characters of the longest label."""
     for i, row in enumerate(rows):
         for phase in dict.fromkeys(phase for phase, *_ in row.spans):
             bars = [(start, end - start) for own, start, end in row.spans if own == phase]
@@ -161,6 +167,7 @@ def _draw_rows(axis: "Axes", rows: Sequence[Row]) -> None:
     axis.grid(axis="x", alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8)
+    return max(map(len, labels))
 
 
 def _name(part: str, worker: str, every: Sequence[tuple[str, str]]) -> str:
