@@ -21,6 +21,10 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 # on a machine with a GPU: test_gpu.py has it there. The interpreter takes a second for what others do in a millisecond,
 # so Triton gets smaller problems, and most of them are slow tests.
 INTERPRETED = ["triton"] if find_spec("triton") and not torch.cuda.is_available() else []
+if INTERPRETED:
+    from tests.support.machine.interpreter import patch_language_once
+
+    patch_language_once()
 thin = pytest.mark.thin(8)
 _INTERPRETED = [pytest.param(name, marks=pytest.mark.thin(64)) for name in INTERPRETED]
 interpreted = pytest.mark.parametrize("backend", _INTERPRETED)
@@ -41,7 +45,7 @@ def loss_of(backend: str, **options: Any) -> Callable[..., LinearLogprobLoss]:
 
 def several_tiles(backend: str) -> tuple[int, int, int]:
     """(T, D, V) of a problem that is cut into several tiles."""
-    return (67, 24, 200) if backend == "triton" else (333, 64, 5003)
+    return (67, 24, 100) if backend == "triton" else (333, 64, 5003)
 
 
 # ---- log-probabilities ----------------------------------------------------------------------------------------------

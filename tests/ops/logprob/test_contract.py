@@ -191,7 +191,7 @@ def gemm_keeps_bits_of_columns() -> bool:
     [
         ("native", 333, 64, 5003, 1), ("native", 333, 64, 5003, 64), ("native", 1100, 64, 5003, 64),
         ("reference", 333, 64, 5003, None),
-        *[pytest.param(name, 67, 24, 300, None, marks=thin) for name in INTERPRETED],
+        *[pytest.param(name, 67, 24, 100, None, marks=thin) for name in INTERPRETED],
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
