@@ -280,8 +280,9 @@ def test_no_key_takes_numbers_that_are_too_large_or_too_small():
             "actor.optimizer.options",
             "critic.optimizer.options",
         ):
+            holds_several = re.search(r"\b(tuple|dict)\[", str(field.annotation))
             for number in (1e31, 1e300, 1e-31, 5e-324, 10**400):
-                for value in (number, [number, 0.5], {"m:f": number}):
+                for value in (number, [number, 0.5], {"m:f": number}) if holds_several else (number,):
                     with pytest.raises(ConfigError, match=rf"(?m)^{key}(\.m:f|\.\d)?: ") as error:
                         Config.parse(with_value(key, value))
                     told |= {(key, number)} if "in size" in str(error.value) else set()

@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from transformers import (
     AutoModelForImageTextToText,
     GenerationConfig,
     MinPLogitsWarper,
+    PreTrainedModel,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -64,10 +66,15 @@ def of_engine(engine: FSDPEngine, batch_size: int = 64) -> Rollout:
     return build_rollout(engine, load_tokenizer(engine.path), RolloutConfig(batch_size=batch_size), 64)
 
 
-def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
+@lru_cache(maxsize=1)
+def plain_model(path: Path, **how: str) -> PreTrainedModel:
     has_tower = path.name in [*VISION_MODELS, "llava-next"]
     auto_class = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
-    model = auto_class.from_pretrained(path)
+    return auto_class.from_pretrained(path, **how)
+
+
+def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
+    model = plain_model(path)
     ids = torch.tensor([prompt])
     config = GenerationConfig(
         do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID
@@ -102,7 +109,7 @@ def test_logits_that_are_not_finite(params, bad, tiny_model):
 def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:
     """(L, V)"""
     with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")  # Gemma 2 needs it
+        model = plain_model(path, attn_implementation="eager")  # Gemma 2 needs it
         logits = model(input_ids=torch.tensor([sequence])).logits[0]
     return torch.log_softmax(logits / temperature, -1)
 
