@@ -172,7 +172,7 @@ def _draw_panel(axis: "Axes", name: str, series_by_run: list[Series]) -> None:
         else:
             axis.plot(steps, values, color=color, linewidth=1.0, alpha=0.3)
             axis.plot(steps, _running_mean(values, reach=len(values) // _NUM_SMOOTHED), color=color, linewidth=1.8)
-    axis.set_title(PANELS[name], fontsize=10, loc="left")
+    axis.set_title(PANELS[name], fontsize=10, loc="left", y=1.0)  # y, or matplotlib looks for room above the ticks
     axis.set_xlabel("step", fontsize=9)
     if name == "accuracy":  # from 0 to 1, or wider if the reward is no share of right answers
         every = [value for _, values in series_by_run for value in values]

@@ -48,6 +48,13 @@ def several_tiles(backend: str) -> tuple[int, int, int]:
     return (67, 24, 100) if backend == "triton" else (333, 64, 5003)
 
 
+def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 512 columns: the interpreter takes as long for a wide tile as for a narrow tile."""
+    from rlft_fast.ops.logprob import triton
+
+    monkeypatch.setattr(triton, "_TILES", {size: tile | {"COLUMNS": 512} for size, tile in triton._TILES.items()})
+
+
 # ---- log-probabilities ----------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from tests.ops.logprob.problems import (
     plain_logprob,
     run,
     weighted_by,
+    wide_tiles,
 )
 from tests.support.machine.devices import DEVICES
 from tests.support.numerics import assert_no_further_from_truth
@@ -161,8 +162,10 @@ def with_adapter(function: Any, hidden: Tensor, weight: Tensor, target: Tensor, 
 @each_dtype
 @pytest.mark.parametrize("way", ["recomputed", "kept", "loss", "loss in chunks"])
 @pytest.mark.parametrize("transformed", [False, True])
-def test_an_adapter_beside_a_frozen_weight(transformed, way, dtype, backend, device):
+def test_an_adapter_beside_a_frozen_weight(transformed, way, dtype, backend, device, monkeypatch):
     T, D, V = (67, 24, 4201) if backend == "triton" else (333, 64, 5003)
+    if backend == "triton":
+        wide_tiles(monkeypatch)
     hidden, weight, target, _ = make_inputs(T, D, V, logits="peaked", dtype=dtype, device=device)
     target[::7] = -100
     options: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops.logprob import reference
-from tests.ops.logprob.problems import BF16, F32, F64, interpreted, logprob_of, loss_of, run, weighted_by
+from tests.ops.logprob.problems import BF16, F32, F64, interpreted, logprob_of, loss_of, run, weighted_by, wide_tiles
 from tests.support.numerics import assert_no_further_from_truth
 
 KERNELS = {
@@ -28,7 +28,8 @@ KERNELS = {
 def test_without_logits_no_further_from_truth_than_pytorch(options, backend, monkeypatch):
     """One column more than several tiles have, and more logits than are kept for backward."""
     called = count_calls(monkeypatch, "fused_stats", "fused_grad")
-    hidden, weight, target, _ = make_inputs(67, 40, 3969, logits="peaked")
+    wide_tiles(monkeypatch)
+    hidden, weight, target, _ = make_inputs(67, 40, 8 * 512 + 1, logits="peaked")
     target[3], target[5] = -100, 0
     ours, eager, truth = (
         run(function, hidden, weight, target, options, dtype, entropy=False)
