@@ -1,4 +1,4 @@
-"""A run whose models live in Ray workers is the run under torchrun, bit for bit."""
+"""A run whose models live in Ray workers is the run of two processes, bit for bit."""
 
 import contextlib
 import importlib.util
@@ -17,7 +17,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from rlft_fast.cli import main
 from rlft_fast.config import DPOConfig, RewardModelConfig, SFTConfig
+from tests.support.machine.distributed import run_distributed, start_processes
 from tests.support.machine.processes import ALONE, ROOT, ancestry, wait_for
 from tests.trainer.runs.test_episodes import episodes_config  # noqa: F401 - a fixture
 from tests.trainer.supervised.rows import texts
@@ -32,15 +34,23 @@ pytestmark = [
 KILLS = int(os.environ.get("RLFT_KILLS", "3"))
 NUM_STEPS = max(3, 2 * KILLS)
 WORKERS = ["--ray", "--cluster.actor.num_workers", "2"]
-TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2", "-m", "rlft_fast"]
 
 
-def train(program: list[str], config: Path, *options: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
-    command = [*program, "train", str(config), *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+def train_in_two(config: Path, *options: str) -> None:
+    """As under torchrun, in processes that are forked with everything imported."""
+    run_distributed(run_main, 2, ["train", str(config), *options])
+
+
+def train_on_ray(config: Path, *options: str) -> None:
+    start_processes(run_main, 1, ["train", str(config), *options])
+
+
+def run_main(number: int, arguments: list[str]) -> None:
+    try:
+        assert main(arguments) == 0
+    finally:
+        if "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
 
 
 def write(folder: Path, values: dict) -> Path:
@@ -73,20 +83,20 @@ PPO = {
 
 # The last step goes on from the checkpoint of a critic with workers of its own.
 @pytest.mark.parametrize("steps", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_the_run_of_torchrun(steps, tiny_model, tmp_path):
+def test_the_run_of_two_processes(steps, tiny_model, tmp_path):
     """PPO with a critic and two reward models, in the actor's workers and in workers of their own."""
     scoring = {"model": str(tiny_model("llama-reward")), "max_tokens": 64}
     models = {"helpful": scoring | {"weight": 0.5}, "short": scoring | {"weight": -0.1, "param_dtype": "bfloat16"}}
     values = toy_values(tiny_model("llama"), tmp_path, **PPO, steps=steps, reward__models=models)
     values["evaluation"] = {"path": values["data"]["path"], "max_new_tokens": 4, "every": 1}
     config = write(tmp_path, values)
-    train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))
+    train_in_two(config, "--output_dir", str(tmp_path / "two"))
     ray = [*WORKERS, "--output_dir", str(tmp_path / "ray")]
-    train(ALONE, config, *ray, "--steps", "1")
+    train_on_ray(config, *ray, "--steps", "1")
     apart = ["--resume", "--cluster.critic.num_workers", "2", "--cluster.reward.num_workers", "2"]
     for step in range(2, steps + 1):  # the critic's first checkpoint lies with the actor's
-        train(ALONE, config, *ray, *apart, "--steps", str(step))
-    same_runs(tmp_path / "torchrun", tmp_path / "ray")
+        train_on_ray(config, *ray, *apart, "--steps", str(step))
+    same_runs(tmp_path / "two", tmp_path / "ray")
     assert [path.name for path in (tmp_path / "ray" / "checkpoints" / "critic").iterdir()]
 
 
@@ -94,10 +104,10 @@ def test_episodes(config, tmp_path):
     """The driver plays them, and also held-out ones; each worker answers in the prompts of its rank."""
     held_out = {"path": str(tmp_path / "rows.jsonl"), "temperature": 1.0, "every": 1}
     path = write(tmp_path, config(evaluation=held_out, checkpoint__max_num=3).model_dump(mode="json"))
-    train(TORCHRUN, path, "--output_dir", str(tmp_path / "torchrun"))
-    shutil.copytree(tmp_path / "torchrun", tmp_path / "ray")
-    train(ALONE, path, *WORKERS, "--output_dir", str(tmp_path / "ray"), "--resume", "step_1")
-    same_runs(tmp_path / "torchrun", tmp_path / "ray")
+    train_in_two(path, "--output_dir", str(tmp_path / "two"))
+    shutil.copytree(tmp_path / "two", tmp_path / "ray")
+    train_on_ray(path, *WORKERS, "--output_dir", str(tmp_path / "ray"), "--resume", "step_1")
+    same_runs(tmp_path / "two", tmp_path / "ray")
     lines = [line for line in read_lines(tmp_path / "ray" / "metrics.jsonl") if "reward_mean" in line]
     assert len(lines) == 3
     for line in lines:
@@ -118,22 +128,22 @@ def test_objectives_of_rows(objective, tiny_model, tmp_path):
         ray += ["--cluster.teacher.num_workers", "2"]
     config = tmp_path / "config.yaml"
     config.write_text(pair_config(kind, model, tmp_path / "rows", **options).to_yaml())
-    train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))
-    train(ALONE, config, *ray, "--output_dir", str(tmp_path / "ray"))
-    assert comparable(tmp_path / "ray") == comparable(tmp_path / "torchrun")
-    same_weights(tmp_path / "ray", tmp_path / "torchrun")
+    train_in_two(config, "--output_dir", str(tmp_path / "two"))
+    train_on_ray(config, *ray, "--output_dir", str(tmp_path / "ray"))
+    assert comparable(tmp_path / "ray") == comparable(tmp_path / "two")
+    same_weights(tmp_path / "ray", tmp_path / "two")
 
 
 def test_preferences_go_on_in_workers(tiny_model, tmp_path):
-    """With the log-probabilities of the reference that torchrun has kept."""
+    """With the log-probabilities of the reference that two processes have kept."""
     config = tmp_path / "config.yaml"
     values = pair_config(DPOConfig, tiny_model("llama"), tmp_path / "rows", evaluation=None)
     config.write_text(values.to_yaml())
-    train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))
-    shutil.copytree(tmp_path / "torchrun", tmp_path / "mixed")
-    train(ALONE, config, *WORKERS, "--output_dir", str(tmp_path / "mixed"), "--resume", "step_2")
-    assert comparable(tmp_path / "mixed") == comparable(tmp_path / "torchrun")
-    same_weights(tmp_path / "mixed", tmp_path / "torchrun")
+    train_in_two(config, "--output_dir", str(tmp_path / "two"))
+    shutil.copytree(tmp_path / "two", tmp_path / "mixed")
+    train_on_ray(config, *WORKERS, "--output_dir", str(tmp_path / "mixed"), "--resume", "step_2")
+    assert comparable(tmp_path / "mixed") == comparable(tmp_path / "two")
+    same_weights(tmp_path / "mixed", tmp_path / "two")
 
 
 @pytest.mark.long
@@ -141,29 +151,31 @@ def test_a_teacher_with_workers_of_its_own(tiny_model, tmp_path):
     """Its likely ids come back in the order of the batch, bit for bit."""
     teacher = {"model": str(tiny_model("qwen2")), "max_tokens": 64, "loss": "topk", "top_k": 4}
     config = write(tmp_path, toy_values(tiny_model("llama"), tmp_path, steps=2, teacher=teacher))
-    train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))
+    train_in_two(config, "--output_dir", str(tmp_path / "two"))
     apart = ["--cluster.teacher.num_workers", "2", "--output_dir", str(tmp_path / "ray")]
-    train(ALONE, config, *WORKERS, *apart)
-    same_runs(tmp_path / "torchrun", tmp_path / "ray")
+    train_on_ray(config, *WORKERS, *apart)
+    same_runs(tmp_path / "two", tmp_path / "ray")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_model, tmp_path_factory) -> Path:
-    """Folder with the configuration of a run that reads the estimates of a curriculum, and the run under torchrun."""
+    """Folder with the configuration of a run that reads the estimates of a curriculum, and the run in two processes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     changes = GRPO | CURRICULUM | {"checkpoint": {"every": 1, "max_num": NUM_STEPS}}
     config = write(folder, toy_values(tiny_model("llama"), folder, steps=NUM_STEPS, **changes))
-    train(TORCHRUN, config, "--output_dir", str(folder / "whole"))
+    train_in_two(config, "--output_dir", str(folder / "whole"))
     return folder
 
 
 def test_either_continues_what_the_other_saved(undisturbed, tmp_path):
-    """Also the estimates of a curriculum, and groups that stop early."""
+    """Also the estimates of a curriculum, and groups that stop early; and a real torchrun."""
     config, mixed = undisturbed / "config.yaml", tmp_path / "mixed"
     shutil.copytree(undisturbed / "whole", mixed)
     options = ["--output_dir", str(mixed), "--resume"]
-    train(ALONE, config, *options, "step_1", *WORKERS, "--cluster.reference.num_workers", "2", "--steps", "2")
-    train(TORCHRUN, config, *options)
+    train_on_ray(config, *options, "step_1", *WORKERS, "--cluster.reference.num_workers", "2", "--steps", "2")
+    command = [BIN / "torchrun", "--nproc-per-node", "2", "-m", "rlft_fast", "train", config, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
     same_runs(undisturbed / "whole", mixed)
 
 
