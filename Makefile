@@ -26,8 +26,9 @@ PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX     := $(if $(filter-out default,$(TORCH_INDEX)),--index-url $(TORCH_INDEX))
 PIP_TORCH := $(INDEX) $(TORCH)
 # A test computes with one thread. Two processes, each a file at a time, since files share what takes long to make, in the
-# order of tests/conftest.py.
+# order of tests/conftest.py; or three, since tests that start processes wait for them.
 TWO       := -n 2 --dist loadfile --no-loadscope-reorder
+THREE     := $(TWO:2=3)
 THINNED   := $(if $(THIN),--thin $(THIN))
 INSTALLED := $(VENV)/.installed
 SANITIZED := $(CURDIR)/build/sanitize
@@ -107,16 +108,16 @@ methods: install
 	$(BIN)/python -m benchmarks.methods.race
 
 test: install
-	$(BIN)/python -m pytest $(TWO) -m "not slow and not vllm and not peers and not ray"
+	$(BIN)/python -m pytest $(THREE) -m "not slow and not vllm and not peers and not ray"
 
 # What takes minutes: the demo has to learn its task, and the tests marked thin have all their variants.
 test-slow: install
-	$(BIN)/python -m pytest $(TWO) $(THINNED) -m "slow and not vllm"
+	$(BIN)/python -m pytest $(THREE) $(THINNED) -m "slow and not vllm"
 	$(PASSED)
 
 # Rollouts by a real vLLM; minutes.
 test-vllm: install-vllm
-	$(BIN)/python -m pytest $(THINNED) -m vllm
+	$(BIN)/python -m pytest $(THINNED) -m vllm tests/rollout tests/trainer/runs
 	$(PASSED)
 
 # Worker groups and generators on a real Ray.
