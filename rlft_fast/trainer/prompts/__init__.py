@@ -30,7 +30,7 @@ from rlft_fast.trainer.prompts.loading import (
     load_prompts,
     name_rows,
 )
-from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, with_words, words_of
+from rlft_fast.trainer.prompts.messages import Message, find_mistake, is_plain, render, with_words, words_of
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.prompts.streaming import StreamError, stream_prompts
 from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, uncollected
@@ -61,6 +61,7 @@ __all__ = [
     "find_mistake",
     "folder_of",
     "image_parts",
+    "is_plain",
     "load_prompts",
     "name_rows",
     "only_placeholders",

@@ -26,15 +26,36 @@ class Limits:
         self.memory = memory
         self.seconds = 0.0
         self.num_conversations = 0
+        self._is_timed = False
+        self._started: float | None = None  # of the conversation, in CPU time of the main thread
         self._size: int | None = None  # of the process
         self._size_ends = 0.0
+
+    @contextmanager
+    def many(self) -> Iterator[None]:
+        """The template is applied to many conversations inside, each in `one`, which share a timer.
+
+        A timer for each of them takes a third of the time of a short conversation.
+        """
+        if self._is_timed or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._is_timed = True
+        before = signal.signal(signal.SIGVTALRM, self._stop)
+        timer = signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS / 10, SECONDS / 10)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
+            signal.signal(signal.SIGVTALRM, before)
+            self._is_timed = False
 
     @contextmanager
     def one(self) -> Iterator[None]:
         """The template is applied to one more conversation inside.
 
-        In other threads than the main thread nothing is limited, because Python handles signals in the main thread
-        alone.
+        Most calls of C code are interrupted, too: a power of integers, for example. In other threads than the main
+        thread nothing is limited, because Python handles signals in the main thread alone.
 
         Raises:
             TimeoutError: the conversation takes too long, or the mean of all conversations does.
@@ -43,9 +64,17 @@ class Limits:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        started = time.thread_time()
-        with _at_most(SECONDS), _memory_limited(self._own_bytes() if self.memory else None):
-            yield
+        if not self._is_timed:
+            with self.many(), self.one():
+                yield
+            return
+        with _memory_limited(self._own_bytes() if self.memory else None):
+            outer, started = self._started, time.thread_time()
+            self._started = started
+            try:
+                yield
+            finally:
+                self._started = outer
         self.seconds += time.thread_time() - started
         self.num_conversations += 1
         if self.seconds > _FREE_SECONDS + _MEAN_SECONDS * self.num_conversations:
@@ -54,31 +83,15 @@ class Limits:
                 f"may take {1000 * _MEAN_SECONDS:.0f} ms for each of many"
             )
 
+    def _stop(self, number: int, frame: Any) -> None:
+        """Raises TimeoutError where a conversation takes too long; again and again, if the error is swallowed."""
+        if self._started is not None and time.thread_time() - self._started > SECONDS:
+            raise TimeoutError(f"it takes more than {SECONDS} seconds of CPU time")
+
     def _own_bytes(self) -> int | None:
         if (now := time.monotonic()) >= self._size_ends:
             self._size, self._size_ends = _own_bytes(), now + _SIZE_HOLDS
         return self._size
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError once the main thread has computed for `seconds`.
-
-    Most calls of C code are interrupted, too: a power of integers, for example.
-    """
-    started = time.thread_time()
-
-    def stop(number: int, frame: Any) -> None:
-        if time.thread_time() - started > seconds:  # the timer counts all threads
-            raise TimeoutError(f"it takes more than {seconds} seconds of CPU time")
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)  # again, if an error is swallowed
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 @contextmanager

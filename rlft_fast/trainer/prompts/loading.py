@@ -15,7 +15,7 @@ from rlft_fast.trainer.prompts.chat import Conversation, Rendered, Tokenizer, re
 from rlft_fast.trainer.prompts.formats import Row
 from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages, folder_of, row_images
 from rlft_fast.trainer.prompts.limits import Limits
-from rlft_fast.trainer.prompts.messages import Message, find_mistake
+from rlft_fast.trainer.prompts.messages import Message, find_mistake, is_plain
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, prompt_column, read_sets
 from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, uncollected
 
@@ -213,7 +213,8 @@ class PromptReader:
         """The prompts of a set."""
         _check_rows(found, self.column, takes_images=self.image_reader is not None)
         reading = (self._read(found.number(i), row, found.source) for i, row in enumerate(found.rows))
-        prompts = [*encode_rows(self.tokenizer, reading)]
+        with self.limits.many():
+            prompts = [*encode_rows(self.tokenizer, reading)]
         long = [i for i, prompt in enumerate(prompts) if len(prompt.token_ids) > self.most]
         if not long:
             return prompts
@@ -373,9 +374,10 @@ def find_media(prompt: str | list[dict[str, Any]], *, takes_images: bool = False
         prompt: of a row.
         takes_images: whether parts of the type "image" are known.
     """
-    messages = prompt if isinstance(prompt, list) else []
-    contents = [content if isinstance(content := m.get("content"), list) else [content] for m in messages]
-    parts = [part for part in (*messages, *chain.from_iterable(contents)) if isinstance(part, dict)]
+    if isinstance(prompt, str) or all(map(is_plain, prompt)):
+        return None
+    contents = [content if isinstance(content := m.get("content"), list) else [content] for m in prompt]
+    parts = [part for part in (*prompt, *chain.from_iterable(contents)) if isinstance(part, dict)]
     known = [{"image"} if takes_images and part.get("type") == "image" else set() for part in parts]
     named = zip(known, ((part.get("type"), *_filled(part)) for part in parts), strict=True)
     return _first_media(name for own, names in named for name in names if name not in own)

@@ -10,9 +10,15 @@ Message = dict[str, Any]
 Template = Callable[[list[Message]], str]
 """Makes the text of messages."""
 
+_PLAIN = {"role", "content"}
 _RESULTS = ("tool", "ipython")  # roles whose content some templates write as JSON
 _MARK = "marked"  # stands for the words of a part; a plain word, which templates leave as it is
 _SHOWN = 200  # characters of a value in a message
+
+
+def is_plain(message: Message) -> bool:
+    """Whether a message has a role and a text alone, as most messages have."""
+    return message.keys() == _PLAIN and isinstance(message["content"], str)
 
 
 def find_mistake(messages: list[Message]) -> str | None:
@@ -33,6 +39,8 @@ def find_mistake(messages: list[Message]) -> str | None:
 
 
 def _mistake_in(content: Any, role: str, has_calls: bool) -> str | None:
+    if isinstance(content, str) and content.strip():
+        return None
     if content is None:
         return None if has_calls else "null, expected a text"
     if isinstance(content, (list, dict)) and role in _RESULTS:

@@ -68,9 +68,10 @@ def _together(tokenizer: Tokenizer, rows: Sequence[Encoding[T]]) -> list[T]:
 
     for i in range(len(rows)):
         resume(i, None)
+    known: dict[str, list[int] | Exception] = {}
     while asked:
         now, asked = asked, {}
-        known = _encode({text: None for texts in now.values() for text in texts}, tokenizer)
+        known |= _encode({text: None for texts in now.values() for text in texts if text not in known}, tokenizer)
         for i, texts in now.items():
             resume(i, [known[text] for text in texts])
     return [results[i] for i in range(len(rows))]

@@ -21,6 +21,7 @@ from rlft_fast.trainer.prompts import (
     Encoding,
     ImageReader,
     LeftOut,
+    Limits,
     Message,
     Overlong,
     PromptImages,
@@ -93,7 +94,7 @@ class TaughtRows:
 
     @property
     def num_taught(self) -> int:
-        return int(sum(map(np.sum, self.is_taught)))
+        return int(sum(map(np.count_nonzero, self.is_taught)))
 
     def __str__(self) -> str:
         lengths = self.num_tokens
@@ -200,7 +201,7 @@ class Reader:
     ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.path, self.image_reader = config, tokenizer, path, image_reader
         self.folder = Path()  # of the rows that are read
-        self.start = start_of_texts(tokenizer)
+        self.start, self.limits = start_of_texts(tokenizer), Limits()
         a, b = (tokenizer.encode(text, add_special_tokens=False) for text in "ab")
         self.joins = tokenizer.decode(a + b) == "ab"
         self._spans: AssistantSpans | None = None
@@ -225,7 +226,9 @@ class Reader:
         found: list[T] = []
         mistakes: dict[int, str] = {}
         self.folder = folder_of(given.source)
-        for i, made in enumerate(encode_rows(self.tokenizer, (_tried(read(row)) for row in given.rows))):
+        with self.limits.many():
+            rows = [*encode_rows(self.tokenizer, (_tried(read(row)) for row in given.rows))]
+        for i, made in enumerate(rows):
             if not isinstance(made, Exception):
                 found.append(made)
             elif not isinstance(made, OverlongError) or self.config.overlong == "refuse":
@@ -246,18 +249,17 @@ class Reader:
         """Made for the first conversation: rows of texts need no chat template."""
         if self._spans is None:
             try:
-                self._spans = AssistantSpans(self.tokenizer, self.path)
+                self._spans = AssistantSpans(self.tokenizer, self.path, self.limits)
             except ValueError as error:
                 raise _TemplateError(str(error)) from error
         return self._spans
 
     def answered(self, row: Row, prompt: Any, answer: Any) -> Encoding[Tokens]:
-        """A prompt with an answer, which is taught; each is a text or messages.
+        """A prompt with an answer, which is taught; each is a text, or messages without nulls.
 
         Raises:
             ValueError: there is nothing to learn, or it is too long.
         """
-        prompt, answer = without_nulls(prompt), without_nulls(answer)
         if not self.config.chat and isinstance(prompt, str):
             return (yield from self.told(row, prompt, _require_text("answer", answer)))
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

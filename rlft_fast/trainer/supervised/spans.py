@@ -13,17 +13,16 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlft_fast.errors import brief
-from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Encoding, Limits, Message, render
+from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Encoding, Limits, Message, is_plain, render
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PLAIN = {"role", "content"}
 _PROBES = (("Yes.", "No."), ("One, two.\nThree: four", '{"five": [6]}'))
 
 
@@ -40,13 +39,14 @@ class AssistantSpans:
     Args:
         tokenizer: has the chat template.
         path: folder of the tokenizer, for messages.
+        limits: of the template.
 
     Raises:
         ValueError: the template gives no way to tell the assistant's words from the rest.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-        self.tokenizer, self.limits = tokenizer, Limits()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str, limits: Limits) -> None:
+        self.tokenizer, self.limits = tokenizer, limits
         self._end = _end_pattern(tokenizer)
         self._header = ""
         self._kinds: set[str] = set()  # of conversations: roles and variables
@@ -138,11 +138,10 @@ class AssistantSpans:
     def _by_skeleton(self, conversation: Conversation, text: str) -> dict[int, Span]:
         """Where the answers of all messages of the assistant's stand in the text, if `_Skeleton` tells."""
         messages = conversation.messages
-        if conversation.tools or not all(x.keys() == _PLAIN and isinstance(x["content"], str) for x in messages):
+        roles = [message["role"] for message in messages]
+        if conversation.tools or "tool" in roles or not all(map(is_plain, messages)):
             return {}
-        if any(message["role"] == "tool" for message in messages):
-            return {}
-        key = repr(([message["role"] for message in messages], conversation.variables))
+        key = repr((roles, conversation.variables))
         if key not in self._kinds:  # the only conversation of its kind would take longer
             self._kinds.add(key)
             return {}
@@ -312,7 +311,7 @@ def encode_spans(text: str, spans: Sequence[Span], *, joins: bool) -> Encoding[t
     if joins:
         pieces = yield [text[start:end] for start, end in pairwise(bounds)]
         sizes = [*map(len, pieces)]
-        return [i for piece in pieces for i in piece], _alternating(sizes)
+        return [*chain.from_iterable(pieces)], _alternating(sizes)
     ids, *pieces = yield [text, *(text[:bound] for bound in bounds[1:])]
     cuts = [0]
     for bound, piece in zip(bounds[1:], pieces, strict=True):
@@ -323,4 +322,4 @@ def encode_spans(text: str, spans: Sequence[Span], *, joins: bool) -> Encoding[t
 
 
 def _alternating(sizes: Sequence[int]) -> list[bool]:
-    return [i % 2 == 1 for i, size in enumerate(sizes) for _ in range(size)]
+    return [*chain.from_iterable([i % 2 == 1] * size for i, size in enumerate(sizes))]

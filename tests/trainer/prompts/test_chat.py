@@ -3,6 +3,8 @@
 import json
 import re
 import resource
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,29 @@ def test_the_time_of_all_conversations_is_limited(tmp_path, tokenizer, monkeypat
         load(tmp_path, tokenizer, slow, *[{"prompt": "hi"}] * 500)
     monkeypatch.setattr(limits, "_FREE_SECONDS", 100.0)
     assert len(load(tmp_path, tokenizer, slow, *[{"prompt": "hi"}] * 9)) == 9
+
+
+def test_conversations_with_one_timer_are_limited_one_by_one(monkeypatch):
+    monkeypatch.setattr(limits, "SECONDS", 0.1)
+    found, other = limits.Limits(), limits.Limits()
+
+    def compute(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    before = signal.getsignal(signal.SIGVTALRM)
+    with found.many():
+        for _ in range(3):
+            with found.one():
+                compute(0.05)
+        compute(0.15)  # between conversations
+        with other.one():  # has a timer of its own
+            pass
+        with pytest.raises(TimeoutError, match="it takes more than"), found.one():
+            compute(10)
+    assert signal.getsignal(signal.SIGVTALRM) is before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 # ---- the assistant's last message -----------------------------------------------------------------------------------

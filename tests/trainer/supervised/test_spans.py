@@ -7,7 +7,7 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlft_fast.trainer.prompts import Conversation, encode_rows
+from rlft_fast.trainer.prompts import Conversation, Limits, encode_rows
 from rlft_fast.trainer.supervised import AssistantSpans
 from rlft_fast.trainer.supervised.spans import Span, encode_spans
 from tests.support.tiny_models import chat_tokenizer
@@ -38,7 +38,7 @@ def tokenizer(tmp_path_factory):
 
 def said(tokenizer, template: str, conversation: Conversation, first: int = 0) -> list[str]:
     tokenizer.chat_template = template
-    text, spans = AssistantSpans(tokenizer, "the model").find(conversation, first)
+    text, spans = AssistantSpans(tokenizer, "the model", Limits()).find(conversation, first)
     return [text[span.start : span.end] for span in spans]
 
 
@@ -113,7 +113,7 @@ WORDS = (
 def test_conversations_of_a_kind_share_marks_and_nothing_changes(name, tokenizer):
     """The first of its kind is found by marks of its own, as of every conversation in a new `AssistantSpans`."""
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
-    alone, together = (AssistantSpans(tokenizer, "the model") for _ in range(2))
+    alone, together = (AssistantSpans(tokenizer, "the model", Limits()) for _ in range(2))
     turns = [(a, b) for a in WORDS for b in WORDS[:6]] + [("Hm?", b, "And?", a) for a, b in zip(WORDS, WORDS[::-1])]  # noqa: B905
     num_shared = 0
     for texts in turns:
