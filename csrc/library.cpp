@@ -32,12 +32,17 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   m.def(
       "logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
       "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor(b!) max, Tensor(c!) excess, "
-      "Tensor(d!)? sum_exp_shift, Tensor(e!) target_logit, ScalarType? weight_dtype=None, Tensor? adapter=None) -> ()");
+      "Tensor(d!)? sum_exp_shift, Tensor(e!) target_logit, ScalarType? weight_dtype=None, Tensor? adapter=None, "
+      "bool rounds=False) -> ()");
   m.def(
       "logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
       "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor max, Tensor log_sum, Tensor? entropy, "
       "Tensor grad_logprob, Tensor? grad_entropy, Tensor(b!)? grad_hidden, Tensor(c!)? grad_weight, "
-      "Tensor(d!)? grad_bias, bool accumulate, ScalarType? weight_dtype=None, Tensor? adapter=None) -> ()");
+      "Tensor(d!)? grad_bias, bool accumulate, ScalarType? weight_dtype=None, Tensor? adapter=None, "
+      "bool rounds=False) -> ()");
+  // a GEMM of operands that are rounded to bfloat16, on CPUs with AVX512-BF16: out (+)= a @ b.
+  m.def("multiply_rounded_(Tensor a, Tensor b, Tensor(a!) out, bool accumulate) -> ()");
+  m.def("has_rounded_gemm() -> bool");
   m.def("use_huge_pages_(Tensor(a!) x) -> ()");
 
   // packing: padded (B, L, *) <-> packed (T, *), and tensors that are derived from cu_seqlens (B + 1) int32.

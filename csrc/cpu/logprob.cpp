@@ -11,6 +11,7 @@
 
 #include "checks.h"
 #include "memory.h"
+#include "rounded_gemm.h"
 #include "stable.h"
 
 namespace rlft {
@@ -145,7 +146,8 @@ void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optio
 // one thread.
 
 // out (+)= a @ b. The call goes below autograd, because autograd is switched on in the threads of a parallel region.
-void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
+void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate, bool rounds) {
+  if (rounds) return multiply_rounded(out, a, b, accumulate);
   TORCH_ERROR_CODE_CHECK(accumulate ? aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1)
                                     : aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
 }
@@ -154,6 +156,7 @@ struct Chunk {
   Tensor hidden, weight, logits;           // (R, D) and (V, D) float32 or narrower, (R * V,) float32
   std::optional<Tensor> adapter;           // (V, E) the last columns: the weight is then (V, D - E)
   std::optional<ScalarType> weight_dtype;  // to which the weight is rounded before it is multiplied
+  bool rounds;                             // whether the GEMM rounds its operands to bfloat16
   int64_t tile_columns;
   Tile whole;
 
@@ -174,9 +177,13 @@ struct Chunk {
     const Tensor rows = tile_rows(matrix, index);
     return weight_dtype ? torch::stable::to(rows, *weight_dtype) : rows;
   }
-  // (columns, D) in float32. An adapter is copied beside the weight tile by tile: the copy stays in the thread's cache.
+  // (columns, D) as the GEMM takes it. An adapter is copied beside the weight tile by tile: the copy stays in the
+  // thread's cache.
   Tensor tile_weight(int64_t index) const {
-    if (!adapter) return torch::stable::to(rounded_rows(weight, index), ScalarType::Float);
+    if (!adapter) {
+      const Tensor rounded = rounded_rows(weight, index);
+      return rounds ? rounded : torch::stable::to(rounded, ScalarType::Float);
+    }
     Tensor joined = torch::stable::new_empty(weight, {columns(index), hidden.size(1)}, ScalarType::Float);
     Tensor left = torch::stable::narrow(joined, 1, 0, weight.size(1));
     Tensor right = torch::stable::narrow(joined, 1, weight.size(1), adapter->size(1));
@@ -188,7 +195,8 @@ struct Chunk {
 
 Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logits, int64_t tile_columns,
                  const Tensor& target, const std::optional<Tensor>& bias, const Tensor& inv_temperature, double softcap,
-                 double scale, const std::optional<ScalarType>& weight_dtype, const std::optional<Tensor>& adapter) {
+                 double scale, const std::optional<ScalarType>& weight_dtype, const std::optional<Tensor>& adapter,
+                 bool rounds) {
   STD_TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2 && hidden.scalar_type() == ScalarType::Float,
                   "hidden must be a float32 matrix, and weight a matrix");
   STD_TORCH_CHECK(!adapter || (adapter->dim() == 2 && adapter->size(0) == weight.size(0)),
@@ -207,6 +215,7 @@ Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logit
       .logits = logits,
       .adapter = adapter,
       .weight_dtype = weight_dtype,
+      .rounds = rounds,
       .tile_columns = tile_columns,
       .whole = make_tile(logits, rows, 0, 0, target, 0, bias, inv_temperature, softcap, scale),
   };
@@ -215,16 +224,16 @@ Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logit
 void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t tile_columns, Tensor target,
                           std::optional<Tensor> bias, Tensor inv_temperature, double softcap, double scale, Tensor max,
                           Tensor excess, std::optional<Tensor> sum_exp_shift, Tensor target_logit,
-                          std::optional<ScalarType> weight_dtype, std::optional<Tensor> adapter) {
+                          std::optional<ScalarType> weight_dtype, std::optional<Tensor> adapter, bool rounds) {
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale,
-                                 weight_dtype, adapter);
+                                 weight_dtype, adapter, rounds);
   const int64_t rows = chunk.whole.rows, tiles = chunk.num_tiles();
   check_stats(rows, max, excess, sum_exp_shift, std::nullopt, target_logit, std::nullopt);
   const int64_t blocks = (weight.size(0) + kBlock - 1) / kBlock;
   std::vector<float> partial(kNumStats * blocks * rows, 0.0f);  // (blocks, kNumStats, rows)
   torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      multiply(chunk.tile_logits(i), chunk.hidden, torch::stable::transpose(chunk.tile_weight(i), 0, 1), false);
+      multiply(chunk.tile_logits(i), chunk.hidden, torch::stable::transpose(chunk.tile_weight(i), 0, 1), false, rounds);
       for (const Tile& block : blocks_of(chunk.tile(i))) {
         float* own = partial.data() + kNumStats * (block.vocab_start / kBlock) * rows;
         std::fill_n(own, rows, kMinusInf);
@@ -257,9 +266,9 @@ void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t ti
                          Tensor log_sum, std::optional<Tensor> entropy, Tensor grad_logprob,
                          std::optional<Tensor> grad_entropy, std::optional<Tensor> grad_hidden,
                          std::optional<Tensor> grad_weight, std::optional<Tensor> grad_bias, bool accumulate,
-                         std::optional<ScalarType> weight_dtype, std::optional<Tensor> adapter) {
+                         std::optional<ScalarType> weight_dtype, std::optional<Tensor> adapter, bool rounds) {
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale,
-                                 weight_dtype, adapter);
+                                 weight_dtype, adapter, rounds);
   const Upstream upstream = make_upstream(chunk.whole.rows, max, log_sum, entropy, grad_logprob, grad_entropy);
   if (grad_hidden) check_contiguous("grad_hidden", *grad_hidden, hidden.size(0), hidden.size(1));
   Tensor trained = hidden;  // the columns that multiply the trained ones of the weight, its last: all, or an adapter's
@@ -280,9 +289,9 @@ void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t ti
         const Tile tile = chunk.tile(i);
         const Tensor z = chunk.tile_logits(i);
         grad_rows(tile, upstream, 0, tile.rows);
-        if (grad_hidden) multiply(torch::stable::select(part_hidden, 0, part), z, chunk.tile_weight(i), true);
+        if (grad_hidden) multiply(torch::stable::select(part_hidden, 0, part), z, chunk.tile_weight(i), true, rounds);
         if (grad_weight) {
-          multiply(chunk.tile_rows(*grad_weight, i), torch::stable::transpose(z, 0, 1), trained, accumulate);
+          multiply(chunk.tile_rows(*grad_weight, i), torch::stable::transpose(z, 0, 1), trained, accumulate, rounds);
         }
         if (grad_bias) add_column_sums(tile, mutable_float(*grad_bias) + chunk.start(i), accumulate);
       }

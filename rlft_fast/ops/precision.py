@@ -24,11 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["bfloat16_speedup", "has_fast_bfloat16", "rounding_speedup", "sums_in_float32"]
+from rlft_fast.ops import library
+
+__all__ = [
+    "bfloat16_speedup", "has_fast_bfloat16", "kernel_speedup", "rounding_speedup", "rounds_in_kernel",
+    "sums_in_float32",
+]  # fmt: skip
 
 # How many times as fast bfloat16 must be. A Xeon with AMX rounds and multiplies float32 operands 2.6 to 3.2 times as
-# fast, and 0.9 to 1.0 times with oneDNN held below AMX. An EPYC with AVX512-BF16 has 1.1, and 2.1 with operands of
-# bfloat16.
+# fast, and 0.9 to 1.0 times with oneDNN held below AMX. An EPYC with AVX512-BF16 has 1.1, 2.1 with operands of
+# bfloat16, and 1.8 to 2.0 by the project's own kernel (csrc/cpu/rounded_gemm.cpp).
 _WORTHWHILE = 1.5
 
 
@@ -108,6 +113,17 @@ def sums_in_float32(operand: Tensor, rounded_to: torch.dtype | None = None) -> A
     return _EXACT.get(kind) or nullcontext()
 
 
+def rounds_in_kernel(device_type: str, rounded_to: torch.dtype | None) -> bool:
+    """Whether ``multiply_rounded_`` is the fastest way to multiply operands that may be rounded to this dtype.
+
+    Args:
+        device_type: where the operands are.
+        rounded_to: see `sums_in_float32`.
+    """
+    is_meant = device_type == "cpu" and rounded_to == torch.bfloat16
+    return is_meant and kernel_speedup() >= max(rounding_speedup(), _WORTHWHILE)
+
+
 # ---- what a CPU multiplies fast --------------------------------------------------------------------------------------
 
 
@@ -126,7 +142,7 @@ def bfloat16_speedup() -> float:
 
     Measured once per process, in a few ms; in a quarter of a second on a CPU that has no instructions for bfloat16.
     """
-    return _beside(partial(_measured_speedup, _Held(_cpu), torch.bfloat16))
+    return _beside(partial(_measured_speedup, partial(_multiply, _Held(_cpu)), torch.bfloat16))
 
 
 @functools.cache
@@ -135,7 +151,19 @@ def rounding_speedup() -> float:
 
     Measured once per process, in a few ms. `sums_in_float32` takes this GEMM, whose result is float32.
     """
-    return _beside(partial(_measured_speedup, _ROUNDED, torch.float32))
+    return _beside(partial(_measured_speedup, partial(_multiply, _ROUNDED), torch.float32))
+
+
+@functools.cache
+def kernel_speedup() -> float:
+    """How many times as fast ``multiply_rounded_`` is on this CPU as a GEMM of float32 tensors.
+
+    Measured once per process, in a few ms; 0 on a CPU without AVX512-BF16. The project's own kernel does what
+    `rounding_speedup` measures of the library.
+    """
+    if not library.has_rounded_gemm:
+        return 0.0
+    return _beside(partial(_measured_speedup, _multiply_in_kernel, torch.float32))
 
 
 def _beside(function: Callable[[], float]) -> float:
@@ -144,27 +172,36 @@ def _beside(function: Callable[[], float]) -> float:
         return other_thread.submit(function).result()
 
 
-def _measured_speedup(way: _Held, dtype: torch.dtype) -> float:
+def _measured_speedup(multiply: Callable[[Tensor, Tensor, Tensor], Any], dtype: torch.dtype) -> float:
     """On one thread, in its own seconds: whatever else runs on the machine hardly changes the quotient.
 
     Args:
-        way: of the flags, for the GEMM that is compared with an exact GEMM of float32.
-        dtype: of this GEMM's tensors.
+        multiply: writes ``a @ b`` into ``out``, which is compared with an exact GEMM of float32.
+        dtype: of its tensors.
     """
     exact = [torch.ones(size) for size in ((128, 576), (576, 576), (128, 576))]
     other = [matrix.to(dtype) for matrix in exact]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        seconds = [(_seconds(_Held(_cpu), *exact), _seconds(way, *other)) for _ in range(8)]
+        exactly = partial(_multiply, _Held(_cpu))
+        seconds = [(_seconds(exactly, *exact), _seconds(multiply, *other)) for _ in range(8)]
     finally:
         torch.set_num_threads(num_threads)
     least = [*map(min, zip(*seconds, strict=True))]
     return least[0] / least[1]
 
 
-def _seconds(way: _Held, a: Tensor, b: Tensor, out: Tensor) -> float:
+def _seconds(multiply: Callable[[Tensor, Tensor, Tensor], Any], a: Tensor, b: Tensor, out: Tensor) -> float:
+    started = time.thread_time()
+    multiply(a, b, out)
+    return time.thread_time() - started
+
+
+def _multiply(way: _Held, a: Tensor, b: Tensor, out: Tensor) -> None:
     with way:
-        started = time.thread_time()
         torch.mm(a, b, out=out)
-        return time.thread_time() - started
+
+
+def _multiply_in_kernel(a: Tensor, b: Tensor, out: Tensor) -> None:
+    torch.ops.rlft_fast.multiply_rounded_(a, b, out, False)

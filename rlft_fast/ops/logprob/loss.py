@@ -43,7 +43,7 @@ from rlft_fast.ops.logprob.tiles import (
 )
 from rlft_fast.ops.logprob.ways import Gradients, Way, empty_gradients, seen_rows, wanted
 from rlft_fast.ops.logprob.workspace import default_workspace_mib, group_limits
-from rlft_fast.ops.precision import sums_in_float32
+from rlft_fast.ops.precision import rounds_in_kernel, sums_in_float32
 
 loss_functions: dict[int, LossFunction] = {}  # an operator's schema carries no callable: a handle stands for it
 _handles = count()
@@ -120,8 +120,9 @@ class _ThreadTiles:
         sums = Sums.of_nothing(rows, return_entropy)
         with sums_in_float32(rows.hidden_RD, self.problem.dtype):
             torch.ops.rlft_fast.logprob_chunk_stats_(
-                *self._arguments(rows), sums.maximum, sums.excess, sums.shift, sums.target_logit, **self.options
-            )
+                *self._arguments(rows), sums.maximum, sums.excess, sums.shift, sums.target_logit, **self.options,
+                rounds=rounds_in_kernel("cpu", self.problem.dtype),
+            )  # fmt: skip
         return sums.finish(self.problem.group, self.problem.vocab)
 
     def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, stats: Stats, upstream: _Upstream) -> None:
@@ -131,10 +132,11 @@ class _ThreadTiles:
         if unseen.any():  # 0 * nan of a row that the loss does not see must not reach dweight
             rows = rows._replace(hidden_RD=rows.hidden_RD.masked_fill(unseen.unsqueeze(1), 0))
         # What the ids add later cancels most of a logit's gradient: the gradient must not be rounded before.
-        with sums_in_float32(rows.hidden_RD, self.problem.gradient_dtype if d_ids is None else None):
+        rounded_to = self.problem.gradient_dtype if d_ids is None else None
+        with sums_in_float32(rows.hidden_RD, rounded_to):
             torch.ops.rlft_fast.logprob_chunk_grad_(
                 *self._arguments(rows), stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy,
-                grad_rows, *self.sums, chunk.rows.start > 0, **self.options,
+                grad_rows, *self.sums, chunk.rows.start > 0, **self.options, rounds=rounds_in_kernel("cpu", rounded_to),
             )  # fmt: skip
         if grad_rows is not None:
             self.grads.set_hidden(index, grad_rows, self.problem.group)

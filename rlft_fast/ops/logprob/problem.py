@@ -16,6 +16,7 @@ from torch import Tensor
 from rlft_fast.ops import library as library  # registers torch.ops.rlft_fast
 from rlft_fast.ops.logprob.statistics import Rows
 from rlft_fast.ops.logprob.tiles import float_bias, multiply, operand, operand_dtype
+from rlft_fast.ops.precision import rounds_in_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +168,10 @@ class Problem:
         return self if len(self.parts) == 1 else replace(self, weight_VD=self._join(slice(None), self.dtype))
 
     def weight_rows(self, rows: slice | Tensor) -> Tensor:
-        """Rows of the projection (C, D) with an adapter's columns, in the dtype that GEMMs multiply in."""
+        """Rows of the projection (C, D) with an adapter's columns, in a dtype that `multiply` takes."""
         if len(self.parts) == 1:
-            return operand(self.weight_VD[rows], self.dtype)
+            rounded = self.weight_VD[rows].to(self.dtype)
+            return rounded if rounds_in_kernel(self.device_type, self.dtype) else operand(rounded, self.dtype)
         return self._join(rows, self.operand_dtype)
 
     def _join(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.ops import library as library  # registers torch.ops.rlft_fast
-from rlft_fast.ops.precision import sums_in_float32
+from rlft_fast.ops.precision import rounds_in_kernel, sums_in_float32
 
 # Columns of a tile that all threads share, and of a tile that one thread has for itself. The logits and weight rows
 # of a thread's own tile stay in the thread's L2 between the GEMMs and the epilogue. Powers of two would make rows
@@ -60,8 +60,12 @@ def multiply(
 ) -> None:
     """``out (+)= a @ b``, summed in float32. What is accumulated is float32 or of the operands' dtype.
 
-    Operands may be rounded to ``rounded_to``, see `sums_in_float32`.
+    Operands may be rounded to ``rounded_to``, see `sums_in_float32`. On a CPU b may be narrower than a.
     """
+    if out.dtype == torch.float32 and rounds_in_kernel(a.device.type, rounded_to):
+        torch.ops.rlft_fast.multiply_rounded_(a, b, out, accumulate)
+        return
+    b = b.to(a.dtype)
     with sums_in_float32(a, rounded_to):
         if out.dtype == a.dtype:
             torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.problems import make_inputs
-from rlft_fast.ops import linear_logprob, linear_logprob_loss, precision, support_logprob
+from rlft_fast.ops import library, linear_logprob, linear_logprob_loss, precision, support_logprob
 from rlft_fast.ops.logprob.tiles import multiply
-from rlft_fast.ops.precision import bfloat16_speedup, rounding_speedup, sums_in_float32
+from rlft_fast.ops.precision import bfloat16_speedup, kernel_speedup, rounding_speedup, sums_in_float32
 from tests.ops.logprob.problems import gradients, loss_problem, plain_logprob, ppo_clip, run
 
 cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
@@ -189,12 +189,21 @@ def test_the_last_thread_that_leaves_puts_the_flags_back():
 
 
 @pytest.fixture
-def _fast_bfloat16(monkeypatch) -> None:
-    """On CPUs without it, too: torch's flag changes nothing there."""
+def _fast_library(monkeypatch) -> None:
+    """On CPUs without bfloat16, too: torch's flag changes nothing there."""
     monkeypatch.setattr(precision, "rounding_speedup", lambda: 3.0)
+    monkeypatch.setattr(precision, "kernel_speedup", lambda: 0.0)
 
 
-@pytest.mark.usefixtures("_fast_bfloat16")
+@pytest.fixture(params=["library", "kernel"])
+def _fast_bfloat16(request, monkeypatch) -> None:
+    if request.param == "kernel" and not library.has_rounded_gemm:
+        pytest.skip("this CPU has no AVX512-BF16")
+    monkeypatch.setattr(precision, "rounding_speedup", lambda: 3.0)
+    monkeypatch.setattr(precision, "kernel_speedup", lambda: 4.0 if request.param == "kernel" else 0.0)
+
+
+@pytest.mark.usefixtures("_fast_library")
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])  # rounded tile by tile
 @pytest.mark.parametrize("way", ["no grad", "recomputed", "frozen"])
 def test_bfloat16_is_multiplied_in_bfloat16_but_for_gradients_of_float32(way, weight_dtype, monkeypatch):
@@ -252,7 +261,7 @@ def test_gradients_in_bfloat16_are_no_further_from_float64_than_pytorch(way, opt
         assert (x.double() - exact).norm() < 1.05 * (plain.double() - exact).norm()
 
 
-@pytest.mark.usefixtures("_fast_bfloat16")
+@pytest.mark.usefixtures("_fast_library")
 def test_a_thread_that_asks_for_all_bits_has_them():
     inside, leave = threading.Event(), threading.Event()
 
@@ -273,7 +282,7 @@ def test_a_thread_that_asks_for_all_bits_has_them():
     assert cpu.fp32_precision == "none"
 
 
-@pytest.mark.parametrize("measure", [bfloat16_speedup, rounding_speedup])
+@pytest.mark.parametrize("measure", [bfloat16_speedup, rounding_speedup, *[kernel_speedup] * library.has_rounded_gemm])
 def test_the_measurement_runs_beside_the_calling_thread(measure, monkeypatch):
     """Neither autocast nor a mode of the caller changes it, and it leaves threads and flags as they are."""
     found, measured = [], precision._measured_speedup
