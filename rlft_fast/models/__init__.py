@@ -2,6 +2,7 @@
 
 heads          the log-probability head, and the three models around packed sequences
 loading        builds a model from a Hugging Face folder and loads its weights
+folders        tokenizers and configurations of Hugging Face folders
 weights        the weights of a model folder
 value_head     a critic's head in model folders
 ends           end tokens and stop texts
@@ -13,11 +14,15 @@ probe          finds what a model does between its backbone and its logits
 images         images of vision-language models
 adapters       low-rank adapters
 patch          log-probabilities inside any trainer: patch_lm_head
+
+Names are imported on first use: a tokenizer needs no code of models, which transformers takes seconds to import.
 """
 
-from rlft_fast.errors import needing_train
+from typing import TYPE_CHECKING
 
-with needing_train():
+from rlft_fast.errors import names_on_first_use
+
+if TYPE_CHECKING:
     from rlft_fast.models.adapters import adapter_parameters, add_lora, disabled_lora, low_rank_factors
     from rlft_fast.models.architectures import (
         padded_attention,
@@ -36,6 +41,7 @@ with needing_train():
         sinks_of_own_heads,
     )
     from rlft_fast.models.ends import Ends, end_token_ids, generation_defaults, split_stop
+    from rlft_fast.models.folders import hidden_size, image_family, load_tokenizer
     from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
     from rlft_fast.models.images import (
         ImageFamily,
@@ -55,12 +61,9 @@ with needing_train():
         build_reward_model,
         check_loadable,
         folder_dtype,
-        hidden_size,
-        image_family,
         load,
         load_critic,
         load_policy,
-        load_tokenizer,
     )
     from rlft_fast.models.packed import ModelInputs, final_hidden
     from rlft_fast.models.patch import LogprobOutput, patch_lm_head, unpatch_lm_head
@@ -145,3 +148,5 @@ __all__ = [
     "token_classifier",
     "unpatch_lm_head",
 ]
+
+__getattr__ = names_on_first_use(__name__)

@@ -26,7 +26,7 @@ from rlft_fast.run import dotted, naming_start
 from rlft_fast.trainer.collect import Judge, load_functions
 from rlft_fast.trainer.episodes import EpisodePlayer, environment_names
 from rlft_fast.trainer.learn import Objective, check_teacher, other_tokens
-from rlft_fast.trainer.prompts import ImageReader, Prompts, load_prompts, read_sets, stream_prompts
+from rlft_fast.trainer.prompts import ImageReader, Prompts, load_held_out, load_training, read_sets
 from rlft_fast.world import World
 
 
@@ -172,42 +172,6 @@ def make_objective(config: Config) -> Objective:
             logs_tokens=config.log_tokens_mib is not None,
             normalize=config.reward.normalize,
         )  # fmt: skip
-
-
-def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prompts, dict[str, Prompts]]:
-    """The prompts to learn from, and the held-out prompts by the name of their set.
-
-    Raises:
-        ValueError: they cannot be used, see `load_prompts`.
-    """
-    reader = ImageReader.of_model(config.model, tokenizer)
-    return load_training(config, tokenizer, reader), load_held_out(config, tokenizer, reader)
-
-
-def load_training(config: Config, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None) -> Prompts:
-    """The prompts to learn from.
-
-    Raises:
-        ValueError: they cannot be used, see `load_prompts`.
-    """
-    if config.data.streaming:
-        return stream_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens)
-    return load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens, image_reader=reader)
-
-
-def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None) -> dict[str, Prompts]:
-    """The prompts of each held-out set by its name.
-
-    Raises:
-        ValueError: they cannot be used, see `load_prompts`.
-    """
-    if config.evaluation is None:
-        return {}
-    limits = config.rollout.max_prompt_tokens, config.evaluation.max_rows
-    sets = config.evaluation.sets
-    return {
-        name: load_prompts(config.data, tokenizer, limits[0], path, limits[1], reader) for name, path in sets.items()
-    }
 
 
 def check_held_out(held_out: Mapping[str, Prompts], judge: Judge) -> None:

@@ -19,9 +19,10 @@ from rlft_fast.run import (
     require_usable,
 )
 from rlft_fast.trainer.dtypes import settle_compute_dtype
-from rlft_fast.trainer.inputs import identity_of, load_data
+from rlft_fast.trainer.inputs import identity_of
 from rlft_fast.trainer.ppo import PPOTrainer
-from rlft_fast.trainer.supervised import RowsData, RowsTrainer
+from rlft_fast.trainer.prompts import load_data
+from rlft_fast.trainer.supervised import RowsData, RowsTrainer, rows_identity
 from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
 
@@ -110,7 +111,7 @@ def _trainer(config: RunConfig, world: World, replay: Path | None) -> Trainer:
 def _identity(config: RunConfig) -> Mapping[str, Any]:
     """`Trainer.identity`, without models."""
     if isinstance(config, TaughtConfig):
-        return RowsData.load(config).identity(config)
+        return rows_identity(config, RowsData.load(config))
     assert isinstance(config, Config)
     return identity_of(config, *load_data(config, load_tokenizer(config.model)))
 

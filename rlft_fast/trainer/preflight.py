@@ -25,7 +25,7 @@ from rlft_fast.trainer.inputs import (
     require_generator_apart,
 )
 from rlft_fast.trainer.prompts import Prompts
-from rlft_fast.trainer.supervised import RowsData, check_row_tokens
+from rlft_fast.trainer.supervised import RowsData, check_row_tokens, rows_identity
 from rlft_fast.world import World
 
 _BUILDERS = {"critic.model": build_critic, "reward": build_reward_model}
@@ -128,7 +128,7 @@ def _check_rows(config: TaughtConfig, checks: Checks, *, resume: bool) -> list[s
         embedding = cast(nn.Embedding, model.pretrained.get_input_embeddings())
         checks.run(lambda: check_row_tokens(embedding.num_embeddings, data))
     if resume:
-        checks.run(lambda: _require_same(config, data.identity(config)))
+        checks.run(lambda: _require_same(config, rows_identity(config, data)))
     return lines + [f"{name}: {rows}" for name, rows in data.named.items()]
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from rlft_fast.config import Config, RunConfig, TaughtConfig
 from rlft_fast.models import load_tokenizer
-from rlft_fast.trainer.inputs import load_data
-from rlft_fast.trainer.prompts import LeftOut, Overlong, Prompts
+from rlft_fast.trainer.prompts import LeftOut, Overlong, Prompts, load_data, uncollected
 from rlft_fast.trainer.supervised import PairRows, RowsData, TaughtRows
 
 
@@ -52,6 +51,7 @@ class ShownSet:
     columns: list[dict[str, Any]]
 
 
+@uncollected()
 def show_data(config: RunConfig, count: int) -> list[ShownSet]:
     """The sets of a run. No weights are read.
 

@@ -1,5 +1,8 @@
 """``rlft-fast data`` shows rows as the model will see them."""
 
+import subprocess
+import sys
+
 import pytest
 import yaml
 
@@ -50,6 +53,14 @@ def test_masks_of_what_is_learned(objective, tiny_model, tmp_path, capsys):
         ],
     }  # fmt: skip
     assert lines[-len(expected[objective]) :] == expected[objective]
+
+
+@pytest.mark.slow
+def test_rows_need_no_models():
+    code = "import sys; import rlft_fast.trainer as t; t.show_data; print(*sorted(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "rlft_fast.trainer.supervised.rows" in run.stdout.split()
+    assert not {"rlft_fast.engine", "rlft_fast.models.heads", "rlft_fast.rollout", "peft"} & {*run.stdout.split()}
 
 
 def test_wrong_usage(capsys):

@@ -15,7 +15,8 @@ from rlft_fast.models import load_tokenizer, model_checksum
 from rlft_fast.rewards import load_reward
 from rlft_fast.run.folder import MARKER, claim, naming_start, require_same, require_usable
 from rlft_fast.trainer import train
-from rlft_fast.trainer.inputs import identity_of, load_data
+from rlft_fast.trainer.inputs import identity_of
+from rlft_fast.trainer.prompts import load_data
 from tests.support.machine.privileges import permissions_hold
 from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
 

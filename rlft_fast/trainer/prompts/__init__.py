@@ -32,6 +32,7 @@ from rlft_fast.trainer.prompts.loading import (
 )
 from rlft_fast.trainer.prompts.messages import Message, find_mistake, is_plain, render, with_words, words_of
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
+from rlft_fast.trainer.prompts.runs import load_data, load_held_out, load_training
 from rlft_fast.trainer.prompts.streaming import StreamError, stream_prompts
 from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, uncollected
 
@@ -62,7 +63,10 @@ __all__ = [
     "folder_of",
     "image_parts",
     "is_plain",
+    "load_data",
+    "load_held_out",
     "load_prompts",
+    "load_training",
     "name_rows",
     "only_placeholders",
     "overlong_notes",

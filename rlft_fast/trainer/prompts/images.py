@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoImageProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.data import Images
 from rlft_fast.errors import RunError, brief
@@ -184,6 +184,8 @@ class ImageReader:
 
     @cached_property
     def _processor(self) -> Any:
+        from transformers import AutoImageProcessor  # which takes half a second, and most runs have no images
+
         try:
             return AutoImageProcessor.from_pretrained(
                 self.path, local_files_only=True, trust_remote_code=False, backend="pil"

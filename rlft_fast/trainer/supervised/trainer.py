@@ -9,109 +9,34 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import DPOConfig, PairConfig, RunConfig, SFTConfig, TaughtConfig, fixed_settings
+from rlft_fast.config import DPOConfig, RunConfig, SFTConfig, TaughtConfig, fixed_settings
 from rlft_fast.data import Batch
 from rlft_fast.engine import TRAINED, CheckpointManager, weighted
-from rlft_fast.errors import Checks
-from rlft_fast.models import image_family, load_tokenizer
 from rlft_fast.rl import BradleyTerryLoss, LikelihoodLoss, PairLoss, PreferenceLoss
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted
 from rlft_fast.trainer.inputs import model_checksums
-from rlft_fast.trainer.learn import asked_of_teacher, check_embeddings, check_teacher, with_teacher
+from rlft_fast.trainer.learn import asked_of_teacher, check_embeddings, with_teacher
 from rlft_fast.trainer.models import build_taught, check_finite, notes_on
-from rlft_fast.trainer.prompts import ImageError, ImageReader, RowSet, Stream, overlong_notes, read_sets, uncollected
-from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
+from rlft_fast.trainer.prompts import ImageError, overlong_notes
+from rlft_fast.trainer.supervised.data import Rows, RowsData, check_row_tokens
+from rlft_fast.trainer.supervised.pairs import PairRows
 from rlft_fast.trainer.supervised.reference import Reference
-from rlft_fast.trainer.supervised.rows import TaughtRows, chunks, load_rows
+from rlft_fast.trainer.supervised.rows import TaughtRows, chunks
 from rlft_fast.world import World, init_distributed
-
-Rows = TaughtRows | PairRows
 
 _CAPS = 8  # micro-batches of each process in a batch that is inferred, so that each rank has equal work
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowsData:
-    """The rows of a run.
-
-    Args:
-        rows: to learn from.
-        held_out: by the name of their set.
-        stream: the order in which a run takes the rows.
-    """
-
-    rows: Rows
-    held_out: dict[str, Rows]
-    stream: Stream
-
-    @classmethod
-    @uncollected()
-    def load(cls, config: TaughtConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> "RowsData":
-        """Reads and checks all rows.
-
-        Args:
-            config: of the run.
-            tokenizer: of the model; None: it is loaded.
-
-        Raises:
-            ValueError: rows cannot be used. The message has everything that was found.
-        """
-        tokenizer, checks = tokenizer or load_tokenizer(config.model), Checks()
-        if isinstance(config, SFTConfig):
-            checks.run(lambda: check_teacher(config.teacher, tokenizer))
-        sets = {} if config.evaluation is None else config.evaluation.sets
-        most = None if config.evaluation is None else config.evaluation.max_rows
-        given = [checks.run(lambda x=x: read_sets(config.data, x, most)) for x in (None, *sets.values())]
-        found = [checks.run(lambda x=x: _load(config, tokenizer, x)) for x in given if x is not None]
-        checks.raise_found()
-        rows, *held_out = (x for x in found if x is not None)
-        held_out = dict(zip(sets, held_out, strict=True))
-        return cls(rows=rows, held_out=held_out, stream=Stream.of(config.data, rows.sizes))
-
-    @property
-    def named(self) -> dict[str, Rows]:
-        """The rows by what they are, for messages."""
-        return {"data": self.rows} | {f"held-out data{f' {name}' * bool(name)}": x for name, x in self.held_out.items()}
-
-    @property
-    def descriptions(self) -> dict[str, Any]:
-        """What tells the data from other data, by set."""
-        sets = {f"held_out{'_' * bool(name)}{name}": found.description for name, found in self.held_out.items()}
-        return {"training": self.rows.description} | sets
-
-    def identity(self, config: RunConfig) -> dict[str, Any]:
-        """What a run has to have in common with the run that it continues."""
-        return {"data": self.descriptions, "checksum": model_checksums(config), "settings": fixed_settings(config)}
-
-
-def _load(config: TaughtConfig, tokenizer: PreTrainedTokenizerBase, sets: Sequence[RowSet]) -> Rows:
-    if isinstance(config, SFTConfig):
-        rows = load_rows(config.data, tokenizer, config.model, sets, ImageReader.of_model(config.model, tokenizer))
-        _check_images(config, rows)
-        return rows
-    assert isinstance(config, PairConfig)
-    return load_pairs(config.data, tokenizer, config.model, sets, scored=config.head == "score")
-
-
-def _check_images(config: SFTConfig, rows: TaughtRows) -> None:
-    """Raises ValueError for images in a run with a part that would not see them."""
-    takes_none = {
-        "cluster": config.cluster is not None,
-        "the teacher": config.teacher is not None and image_family(config.teacher.model) is None,
-    }
-    if rows.images and (found := [key for key, holds in takes_none.items() if holds]):
-        raise ValueError(
-            f"row {min(rows.images)} of the rows that are kept (counted from 0) has images, which do not reach "
-            f"{' and '.join(found)}: leave it out, or the rows with images"
-        )
+def rows_identity(config: RunConfig, data: RowsData) -> dict[str, Any]:
+    """What a run has to have in common with the run that it continues."""
+    return {"data": data.descriptions, "checksum": model_checksums(config), "settings": fixed_settings(config)}
 
 
 class RowsTrainer:
@@ -164,7 +89,7 @@ class RowsTrainer:
 
     def _attach_references(self) -> None:
         """Gives each set its log-probabilities under the reference, which may be kept in the folder of the run."""
-        actor, identity = self.config.for_device(self.world.device.type).actor, self.data.identity(self.config)
+        actor, identity = self.config.for_device(self.world.device.type).actor, rows_identity(self.config, self.data)
         model = {"checksum": identity["checksum"], "dtypes": [actor.compute_dtype, actor.param_dtype]}
         folder = Path(self.config.output_dir).absolute() / "reference"
 
@@ -299,7 +224,7 @@ class RowsTrainer:
 
     def identity(self) -> dict[str, Any]:
         """See `Trainer`."""
-        return self.data.identity(self.config)
+        return rows_identity(self.config, self.data)
 
     def notes(self) -> Iterator[str]:
         """See `Trainer`."""
@@ -346,13 +271,3 @@ def loss_of(config: TaughtConfig) -> LikelihoodLoss | PairLoss:
             coef=teacher.cross_entropy_weight, teacher_coef=teacher.weight, teacher_tail=teacher.add_tail
         )
     return BradleyTerryLoss() if config.head == "score" else LikelihoodLoss()
-
-
-def check_row_tokens(num_embeddings: int, data: RowsData) -> None:
-    """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
-    highest = max(rows.highest_token for rows in (data.rows, *data.held_out.values()))
-    if highest >= num_embeddings:
-        raise ValueError(
-            f"model has embeddings of {num_embeddings} tokens, but the rows have the token {highest}: the tokenizer in "
-            "its folder is of another model, or knows tokens that were added without new embeddings"
-        )

@@ -20,7 +20,7 @@ from rlft_fast.trainer.collect.curriculum import Curriculum
 from rlft_fast.trainer.collect.judge import Judge
 from rlft_fast.trainer.collect.overlap import Overlap
 from rlft_fast.trainer.collect.schedule import Schedule
-from rlft_fast.trainer.inputs import load_training
+from rlft_fast.trainer.prompts import load_training
 from tests.support.runs.copied_generator import copied_rollout
 from tests.trainer.struck import FEWER_OPTIONS, assert_same_result, write_config
 from tests.trainer.toy import comparable, read_lines, toy_config, toy_values
