@@ -110,7 +110,7 @@ def simulate(scenario: Scenario) -> Outcome:
 
     async def worker(rank: int, servers: Sequence[Server]) -> None:
         pool = ServerPool(from_place_of(rank, scenario.workers, servers), scenario.places, lambda server, error: None)
-        per_group = work.group_size
+        per_group, homes = work.group_size, dict[int, Server]()
         mine = range(rank, work.num_samples // per_group, scenario.workers)
 
         async def complete(row: int, number: int) -> None:
@@ -120,7 +120,7 @@ def simulate(scenario: Scenario) -> Outcome:
                 asked[0] += 1
                 await server.sample(left)
 
-            await pool.complete(row, ask)
+            await pool.complete(row, ask, homes)
             moved[0] += asked[0] - 1
 
         async with asyncio.TaskGroup() as tasks:
@@ -178,7 +178,7 @@ def measure() -> None:
             started = time.perf_counter()
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(number):
-                    tasks.create_task(pool.complete(0, one))
+                    tasks.create_task(pool.complete(0, one, {}))
             return time.perf_counter() - started
 
     def fastest(number: int, tokens: int) -> float:

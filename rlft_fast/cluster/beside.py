@@ -26,7 +26,7 @@ class RolloutBeside(Rollout):
     def __init__(self, remote: RemoteRollout, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
         self.remote = remote
         os.environ[TOKEN_VARIABLE] = remote.use_servers()
-        super().__init__(partial(_started, remote, tokenizer, config), World())
+        super().__init__(partial(_started, remote, tokenizer, config), World(), is_concurrent=True)
 
     def _sync(self) -> None:
         self.weight_version += 1
@@ -38,10 +38,8 @@ class RolloutBeside(Rollout):
         self._load()
 
     def _load(self) -> None:
-        self.remote.weight_version = self.weight_version - 1
-        self.remote.sync()
-        self.sync_bytes = self.remote.sync_bytes
         self.generator.load(None, self.weight_version)
+        self.sync_bytes = self.remote.sync_bytes
 
 
 def _started(remote: RemoteRollout, tokenizer: PreTrainedTokenizerBase, config: Config) -> "_Servers":
@@ -55,13 +53,13 @@ class _Servers(ServedVLLM):
     """Servers with the weights that workers send them."""
 
     def __init__(self, remote: RemoteRollout, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+        self.remote = remote
         model, fingerprint, run = remote.group.served()
         super().__init__(
             model, fingerprint, tokenizer, config.rollout, config.longest_sequence, urls=lambda: remote.urls, run=run,
             world=World(),
         )  # fmt: skip
 
-    def load(self, weights: WeightStream | None, version: int) -> None:
-        """Notes that the servers have these weights."""
-        self.live = []
-        self.weight_version = version
+    def _send(self, weights: WeightStream | None, version: int) -> None:
+        self.remote.weight_version = version - 1
+        self.remote.sync()

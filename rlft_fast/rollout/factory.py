@@ -93,6 +93,7 @@ def _vllm_rollout(
         weights=partial(_weights, engine, model),
         check_weights=config.vllm.check_weights,
         group_size=config.vllm.tensor_parallel_size if is_colocated else 1,
+        is_concurrent=not is_colocated and model.adapter is None,
     )
 
 
@@ -121,7 +122,7 @@ def _served_rollout(
             raise RolloutError(str(error)) from error
 
     weights = partial(_weights, engine, model)
-    return Rollout(start, world, weights=weights, check_weights=config.vllm.check_weights)
+    return Rollout(start, world, weights=weights, check_weights=config.vllm.check_weights, is_concurrent=True)
 
 
 @contextmanager

@@ -60,6 +60,7 @@ class Rollout:
         check_weights: whether to compare, after each `sync`, the weights sent with the weights received.
         group_size: number of neighbouring ranks that form a group. The generators of a group answer the requests of
             the whole group together.
+        is_concurrent: whether the generator answers several threads at once, and takes weights meanwhile.
 
     Attributes:
         weight_version: version of the weights to sample from; every `sync` adds 1.
@@ -67,7 +68,8 @@ class Rollout:
             trained meanwhile, the next `sync` starts it again.
         seconds: time in which this rank's generator worked on the last requests [s].
         sync_bytes: of the weights that the generator got in the last `sync`.
-        joined: several threads of a process that trains alone may call `answer`, and `sync` between their calls.
+        joined: several threads of a process that trains alone may call `answer`, and `sync` between their calls. A
+            concurrent generator does not need it.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Rollout:
         sampling: Callable[[], AbstractContextManager[object]] = nullcontext,
         check_weights: bool = False,
         group_size: int = 1,
+        is_concurrent: bool = False,
     ) -> None:
         self.start = start
         self.world = world
@@ -86,6 +89,7 @@ class Rollout:
         self.sampling = sampling
         self.check_weights = check_weights
         self.group_size = group_size
+        self.is_concurrent = is_concurrent
         self.weight_version = 0
         self.restarts = True
         self._failure: Exception | None = None  # of a generator that `sync` has to start again
@@ -100,7 +104,7 @@ class Rollout:
         Raises:
             RolloutError: the generator did not take all of them, twice, or (``check_weights``) not as they were sent.
         """
-        with self.joined.alone():
+        with nullcontext() if self.is_concurrent else self.joined.alone():
             self._sync()
 
     def _sync(self) -> None:
@@ -144,14 +148,15 @@ class Rollout:
             RolloutError: the generator failed (a generator with its own weights: twice), or the policy's logits are not
                 finite; raised on all ranks.
         """
-        return self.joined.answer(requests, params)
+        return self._answer_all(requests, params) if self.is_concurrent else self.joined.answer(requests, params)
 
     def _answer_all(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
-        sample = partial(self._answer, requests, params)
+        sample, generator = partial(self._answer, requests, params), self.generator
         answers, failure = self._together_or_leave(sample)
         if failure is not None and not isinstance(failure, RequestError):
             if not self.restarts:
-                self._failure = failure
+                if self.generator is generator:
+                    self._failure = failure
                 raise RolloutError(f"{self.generator.name} failed: {failure}") from failure
             self._restart(failure)
             answers, failure = self._together_or_leave(sample)
@@ -207,6 +212,7 @@ class Rollout:
 
     def _start_again(self) -> None:
         self.generator = self.start()
+        self._failure = None  # requests that were under way have failed with the generator before
 
     def _check_weights(self) -> None:
         """Raises RolloutError if a generator has other weights than were sent to it, or than another rank's has."""

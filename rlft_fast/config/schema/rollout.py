@@ -127,7 +127,7 @@ class RolloutConfig(Section):
     max_staleness: Annotated[NonNegativeInt, Field(le=1000)] = 0
     """Most updates between the weights that sample a step and its own update. Above 0, sampling overlaps training."""
     update: Literal["drain", "in-flight"] = "drain"
-    """When weights come, with max_staleness. drain: between steps; in-flight: after each update, within episodes."""
+    """When weights come, with max_staleness. drain: between steps; in-flight: after each update, within answers."""
 
     def dtype_beside(self, compute_dtype: str) -> str:
         """The dtype in which completions of a policy are sampled, for the dtype that the policy computes in."""

@@ -2,7 +2,9 @@
 
 colocated        vLLM inside the training process
 separate         vLLM in a process beside the training
+stepping         requests of many threads to a vLLM in another process
 served           vLLM servers, on this machine or on others
+asking           asks servers for samples
 scheduling       which server samples what
 server           one vLLM server: its start, its guard, its state
 answers          what servers answer, checked

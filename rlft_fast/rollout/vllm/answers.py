@@ -6,11 +6,13 @@ Fields that are not used here may hold anything.
 
 import math
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rlft_fast.rollout.types import Span
 from rlft_fast.rollout.vllm.scheduling import ServerError
 
 MAX_ANSWER_BYTES = 2**26  # the checksums of 500,000 weights
@@ -150,13 +152,15 @@ class Asked:
         max_tokens: most tokens of the answer.
         vocab_size: of the model.
         num_logprobs: likeliest tokens that were asked for with each token; 0: none.
-        weight_version: name of the weights that have to sample.
+        versions: of the weights that were sent, by their names.
+        oldest: version of the weights that have to sample, or newer ones.
     """
 
     max_tokens: int
     vocab_size: int
     num_logprobs: int
-    weight_version: str
+    versions: Mapping[str, int]
+    oldest: int
 
     @property
     def max_event_bytes(self) -> int:
@@ -170,6 +174,8 @@ class Part(NamedTuple):
     likely: list[list[tuple[int, float]]]
     """For each token its id and log-probability, then those of the likeliest tokens where they were asked for."""
     finish_reason: Literal["stop", "length"] | None
+    spans: tuple[Span, ...] = ()
+    """Versions of the weights of all tokens of the answer, with its last part."""
 
 
 def read_part(data: bytes, asked: Asked, num_before: int) -> Part:
@@ -200,9 +206,7 @@ def read_part(data: bytes, asked: Asked, num_before: int) -> Part:
     if num_tokens == asked.max_tokens and choice.finish_reason is None:
         raise AnswerError(f"no end with the last of {asked.max_tokens} tokens")
     likely = _likely(choice, asked)
-    if choice.finish_reason is not None:
-        _require_whole(choice, num_tokens, asked)
-    return Part(likely, choice.finish_reason)
+    return Part(likely, choice.finish_reason, () if choice.finish_reason is None else _spans(choice, num_tokens, asked))
 
 
 def _likely(choice: _Choice, asked: Asked) -> list[list[tuple[int, float]]]:
@@ -232,18 +236,21 @@ def _row(token_id: int, token: _Token, asked: Asked) -> list[tuple[int, float]]:
     return list(row.items())
 
 
-def _require_whole(choice: _Choice, num_tokens: int, asked: Asked) -> None:
+def _spans(choice: _Choice, num_tokens: int, asked: Asked) -> tuple[Span, ...]:
     """Refuses an end that does not fit the answer, and an answer by other weights than were sent."""
     if not num_tokens or (choice.finish_reason == "length" and num_tokens < asked.max_tokens):
         raise AnswerError(f"it ended after {num_tokens} of {asked.max_tokens} tokens by {choice.finish_reason}")
-    position = 0
+    spans: list[Span] = []
+    position, version = 0, asked.oldest
     for span in choice.weight_versions or []:
-        if span.version != asked.weight_version:
+        if (own := asked.versions.get(span.version, -1)) < version:
             raise AnswerError(
                 "it has other weights than this run sent to it: it was started again, or serves another run, too"
             )
-        if span.start != position:
+        if span.start != position or span.end < position:
             break
-        position = span.end
+        spans.append(Span(span.end - position, own))
+        position, version = span.end, own
     if position != num_tokens:
         raise AnswerError(f"it names the weights of {position} of {num_tokens} tokens")
+    return tuple(spans)

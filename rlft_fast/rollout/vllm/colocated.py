@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightStream, checksum
 from rlft_fast.models import image_family
-from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams
+from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams, Span
 from rlft_fast.rollout.vllm.adapter import adapter_options, load_adapter, missing_for_adapters
 from rlft_fast.rollout.vllm.images import why_no_images
 from rlft_fast.rollout.vllm.requests import (
@@ -136,12 +136,16 @@ def _missing_features(config: VLLMConfig) -> str | None:
     if config.adapter and (missing := missing_for_adapters()):
         return missing
     if config.process == "separate":
+        from vllm.outputs import CompletionOutput
+
         if not hasattr(LLM, "start_weight_update"):
             return "LLM.start_weight_update()"
         from vllm.distributed.weight_transfer import factory
 
         if not hasattr(factory, "WeightTransferTrainerFactory"):
             return "WeightTransferTrainerFactory"
+        if "weight_versions" not in inspect.signature(CompletionOutput).parameters:
+            return "CompletionOutput.weight_versions"
     return None
 
 
@@ -190,11 +194,19 @@ class VLLMGenerator:
         def sample(fitting: list[Request]) -> Iterator[Completion]:
             self._begin()
             asked = vllm_requests(fitting, params, self.model, self.tokenizer, version)
-            return (completion_of(x.outputs[0], version) for x in outputs_of(self.llm, *asked, self._adapter))
+            samples = [output.outputs[0] for output in self._outputs_of(*asked)]
+            return (completion_of(own, self._spans(own, version)) for own in samples)
 
         return answer_fitting(
             requests, self.max_sequence_tokens, sample, lambda: why_no_images(self.model.path, served=False)
         )
+
+    def _outputs_of(self, prompts: list[Any], params: list[Any]) -> list[Any]:
+        return outputs_of(self.llm, prompts, params, self._adapter)
+
+    def _spans(self, sample: Any, version: int) -> tuple[Span, ...]:
+        """Versions of the weights of vLLM's sample, which was asked for when this version was there."""
+        return (Span(len(sample.token_ids), version),)
 
     def load(self, weights: WeightStream | None, version: int) -> None:
         """Takes over the policy's weights. Memory for the key-value cache comes with the next request.

@@ -207,8 +207,8 @@ def require_version(weight_version: int | None) -> int:
     return weight_version
 
 
-def completion_of(sample: Any, weight_version: int) -> Completion:
-    """Converts a sample of vLLM to a completion.
+def completion_of(sample: Any, spans: tuple[Span, ...]) -> Completion:
+    """Converts a sample of vLLM, whose tokens have these versions of the weights, to a completion.
 
     For each token vLLM returns the id and log-probability of the sampled token. If the most likely tokens were
     requested, their ids and log-probabilities follow. Tokens that the sampler has cut off have log-probability -inf.
@@ -220,7 +220,6 @@ def completion_of(sample: Any, weight_version: int) -> Completion:
     ids = torch.tensor(sample.logprobs.token_ids, dtype=torch.int32).view(shape)
     logprobs = torch.tensor(sample.logprobs.logprobs, dtype=torch.float64).view(shape)
     support = _support(ids, logprobs) if ids.shape[1] > 1 else None
-    spans = (Span(len(tokens), weight_version),)
     return Completion(tokens, logprobs[:, 0].tolist(), sample.finish_reason, spans, support)
 
 

@@ -50,7 +50,7 @@ class Patience:
 
 
 class ServerPool(Generic[S]):
-    """The servers that one process asks for the samples of one call. There is no router between processes.
+    """The servers that one process asks for its samples. There is no router between processes.
 
     A sample goes to the server that has its prompt, else to the server with the fewest samples of this process.
 
@@ -69,22 +69,33 @@ class ServerPool(Generic[S]):
         self._on_loss = on_loss
         self._load = dict.fromkeys(servers, 0)
         self._asking: dict[S, set[asyncio.Task[None]]] = {server: set() for server in servers}
-        self._home: dict[int, S] = {}  # of a prompt
         self._changed = asyncio.Condition()
         self._last_error: Exception | None = None
 
-    async def complete(self, row: int, ask: Callable[[S], Coroutine[Any, Any, None]]) -> None:
+    async def use(self, servers: Sequence[S]) -> None:
+        """Takes these servers in place of those before. Samples of the others go on at these."""
+        async with self._changed:
+            for server in servers:
+                self._load.setdefault(server, 0)
+                self._asking.setdefault(server, set())
+            left, self.servers = [server for server in self.servers if server not in servers], list(servers)
+            for server in left:
+                self._send_away(server)
+            self._changed.notify_all()
+
+    async def complete(self, row: int, ask: Callable[[S], Coroutine[Any, Any, None]], homes: dict[int, S]) -> None:
         """Asks one server after the other, until one has answered to the end.
 
         Args:
             row: of the sample's prompt.
             ask: asks a server. It may be cancelled while it waits, and is called again with another server.
+            homes: for each row the server that has its prompt, which is noted here.
 
         Raises:
             ServerError: all servers are lost.
         """
         while True:
-            async with self._place(row) as server:
+            async with self._place(row, homes) as server:
                 asking = asyncio.create_task(ask(server))
                 self._asking[server].add(asking)
                 try:
@@ -110,15 +121,18 @@ class ServerPool(Generic[S]):
             self.servers.remove(server)
             self._last_error = error
             self._on_loss(server, error)
-            for task in self._asking[server]:
-                task.cancel()
+            self._send_away(server)
             self._changed.notify_all()
 
+    def _send_away(self, server: S) -> None:
+        for task in self._asking[server]:
+            task.cancel()
+
     @asynccontextmanager
-    async def _place(self, row: int) -> AsyncIterator[S]:
+    async def _place(self, row: int, homes: dict[int, S]) -> AsyncIterator[S]:
         """A server for a sample of the prompt, as soon as one has room."""
         async with self._changed:
-            while (server := self._choose(row)) is None:
+            while (server := self._choose(row, homes)) is None:
                 await self._changed.wait()
             self._load[server] += 1
         try:
@@ -128,15 +142,15 @@ class ServerPool(Generic[S]):
                 self._load[server] -= 1
                 self._changed.notify()
 
-    def _choose(self, row: int) -> S | None:
+    def _choose(self, row: int, homes: dict[int, S]) -> S | None:
         if not self.servers:
             raise ServerError(f"no server is left: {self._last_error}")
-        home = self._home.get(row)
+        home = homes.get(row)
         if home not in self.servers or self._load[home] >= self._limit:
             home = min(self.servers, key=self._load.__getitem__)
             if self._load[home] >= self._limit:
                 return None
-            self._home[row] = home
+            homes[row] = home
         return home
 
 

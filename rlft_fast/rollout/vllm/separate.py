@@ -14,14 +14,19 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightMetadata, WeightStream
 from rlft_fast.integrations.vllm import BACKEND
-from rlft_fast.rollout.types import SampledModel
+from rlft_fast.rollout.types import SampledModel, Span
 from rlft_fast.rollout.vllm.colocated import VLLMGenerator, environment, start_llm, transfer_backend
+from rlft_fast.rollout.vllm.stepping import Stepping
 from rlft_fast.rollout.vllm.weight_sender import send_weights
 from rlft_fast.world import World
 
 
 class SeparateVLLM(VLLMGenerator):
-    """vLLM in a process of its own, one beside each training process, see `VLLMGenerator`."""
+    """vLLM in a process of its own, one beside each training process, see `VLLMGenerator`.
+
+    Several threads may call `generate` at once, and `load` meanwhile, but for adapters: vLLM pauses the requests that
+    are under way, takes the weights, and goes on.
+    """
 
     def __init__(
         self, model: SampledModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int,
@@ -40,6 +45,7 @@ class SeparateVLLM(VLLMGenerator):
                 enable_sleep_mode=self.sleeps, worker_extension_cls="rlft_fast.rollout.vllm.worker.WorkerExtension",
             )  # fmt: skip
         _raise_when_it_dies(self.llm.llm_engine.engine_core)
+        self.stepping = Stepping(self.llm)
         self.client = _Client(self.llm)
         if self.is_socket and not model.adapter:
             self.client.init_weight_transfer_engine({"check": self.check_weights})
@@ -52,6 +58,14 @@ class SeparateVLLM(VLLMGenerator):
         self.source = stream_source(weights)
         info = _init_info(self.backend, self.config)
         return WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.source)
+
+    def _outputs_of(self, prompts: list[Any], params: list[Any]) -> list[Any]:
+        return self.stepping.outputs_of(prompts, params, self._adapter)
+
+    def _spans(self, sample: Any, version: int) -> tuple[Span, ...]:
+        if self.model.adapter is not None:
+            return super()._spans(sample, version)
+        return tuple(Span(span.end - span.start, int(span.version)) for span in sample.weight_versions)
 
     def _load(self, weights: WeightStream, version: int) -> None:
         if self.is_socket:
@@ -73,6 +87,7 @@ class SeparateVLLM(VLLMGenerator):
     def close(self) -> None:
         with contextlib.suppress(Exception):  # what has died cannot be asked to
             self.llm.llm_engine.engine_core.shutdown()
+        self.stepping.close()
 
 
 def _raise_when_it_dies(core: Any) -> None:
@@ -103,6 +118,8 @@ class _Client:
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
+        """Pauses the requests under way, and empties the caches, which the old weights made."""
+        self.llm.llm_engine.engine_core.call_utility("pause_scheduler", "keep", True)
         self.llm.start_weight_update()
 
     def update_weights(self, update_info: Any) -> None:
@@ -112,7 +129,9 @@ class _Client:
         """Does nothing: the process is closed with this one, which ends all calls."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Goes on with the requests: each computes its keys and values again."""
         self.llm.finish_weight_update(weight_version or str(self.version))
+        self.llm.llm_engine.engine_core.call_utility("resume_scheduler")
 
 
 def _init_info(backend: str, config: VLLMConfig) -> Any:

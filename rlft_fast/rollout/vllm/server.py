@@ -243,8 +243,8 @@ class VLLMServer:
         return self._get("/weight_info", WeightInfo).weight_version
 
     def start_weight_update(self) -> None:
-        """Ends the requests under way: a server must not sample while its layers are replaced."""
-        self._post("/pause?mode=abort", {}, timeout_s=_WEIGHTS_S)
+        """Pauses the requests under way, and empties the caches, which the old weights made."""
+        self._post("/pause?mode=keep", {}, timeout_s=_WEIGHTS_S)
         self._post("/collective_rpc", {"method": "abandon_update"})
         self._post("/start_weight_update", {}, timeout_s=_WEIGHTS_S)
 
@@ -261,12 +261,12 @@ class VLLMServer:
         self._post("/update_weights", {"update_info": update_info}, timeout_s=None)
 
     def finish_weight_update(self, weight_version: str) -> None:
-        """The cache of prefixes belongs to the old weights. The version is named last: by then all is done."""
+        """Names the new weights, and goes on with the requests: each computes its keys and values again."""
         self._post("/finish_weight_update", {}, timeout_s=_WEIGHTS_S)
         if not self._post("/reset_prefix_cache", {}).success:
             raise ServerError(f"the server {self.url} cannot empty its prefix cache")
-        self._post("/resume", {})
         self._post("/update_weight_version", {"new_version": weight_version})
+        self._post("/resume", {})
 
     def checksums(self) -> dict[str, str]:
         """The checksum of each weight as it arrived."""

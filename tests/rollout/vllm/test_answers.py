@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlft_fast.rollout.types import Span
 from rlft_fast.rollout.vllm.answers import (
     CUT_OFF,
     AnswerError,
@@ -23,8 +24,9 @@ from rlft_fast.rollout.vllm.answers import (
 from rlft_fast.rollout.vllm.scheduling import Patience, ServerError
 from tests.rollout.vllm.lying_server import FACTS, choice, token
 
-ASKED = Asked(max_tokens=4, vocab_size=256, num_logprobs=0, weight_version="run:1")
-LIKELY = Asked(max_tokens=4, vocab_size=256, num_logprobs=2, weight_version="run:1")
+SENT = {"run:0": 0, "run:1": 1, "run:2": 2}
+ASKED = Asked(max_tokens=4, vocab_size=256, num_logprobs=0, versions=SENT, oldest=1)
+LIKELY = Asked(max_tokens=4, vocab_size=256, num_logprobs=2, versions=SENT, oldest=1)
 
 
 def event(part: Any) -> bytes:
@@ -36,17 +38,23 @@ def of(tokens: list[dict[str, Any]], **changes: Any) -> bytes:
     return event(choice(tokens, "length" if len(tokens) == 4 else "stop", "run:1") | changes)
 
 
+def named(version: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
 FOUR = [token(7, -1.5), token(255, 0.0), token(0, CUT_OFF), token(7, -0.5)]
 ROW = [{"token_id": 9, "logprob": math.log(0.5)}, {"token_id": 8, "logprob": math.log(0.25)}]
 
 
 def test_an_honest_answer_is_read():
     first, last = choice(FOUR[:1]), choice(FOUR[1:], "length", "run:1")
-    last["weight_versions"] = [{"version": "run:1", "start": a, "end": b} for a, b in ((0, 3), (3, 4))]
+    last["weight_versions"] = [{"version": f"run:{i}", "start": a, "end": b} for i, a, b in ((1, 0, 3), (2, 3, 4))]
     assert read_part(event(first), ASKED, 0) == Part([[(7, -1.5)]], None)
-    assert read_part(event(last), ASKED, 1) == Part([[(255, 0.0)], [(0, CUT_OFF)], [(7, -0.5)]], "length")
+    assert read_part(event(last), ASKED, 1) == Part(
+        [[(255, 0.0)], [(0, CUT_OFF)], [(7, -0.5)]], "length", (Span(3, 1), Span(1, 2))
+    )
     assert read_part(b'{"choices": [], "usage": {"total_tokens": 3}}', ASKED, 2) == Part([], None)
-    assert read_part(of([token(7)]), ASKED, 0) == Part([[(7, -1.0)]], "stop")
+    assert read_part(of([token(7)]), ASKED, 0) == Part([[(7, -1.0)]], "stop", (Span(1, 1),))
 
 
 def test_the_likeliest_tokens_are_read():
@@ -103,7 +111,17 @@ WRONG = {
         f"versions of [{a}, {b})": (of(FOUR, weight_versions=[{"version": "run:1", "start": a, "end": b}]), message)
         for a, b, message in ((0, 2, "of 2 of 4"), (1, 4, "of 0 of 4"), (0, 9, "of 9 of 4"))
     },
-    "other weights": (of(FOUR, weight_versions=[{"version": "x:1", "start": 0, "end": 4}]), "has other weights than"),
+    **{
+        f"weights {names}": (of(FOUR, weight_versions=[named(*span) for span in spans]), message)
+        for names, spans, message in (
+            ("of another run", [("x:1", 0, 4)], "has other weights than"),
+            ("of later", [("run:3", 0, 4)], "has other weights than"),
+            ("of before", [("run:0", 0, 4)], "has other weights than"),
+            ("back in time", [("run:2", 0, 3), ("run:1", 3, 4)], "has other weights than"),
+            ("with a gap", [("run:1", 0, 2), ("run:2", 3, 4)], "of 2 of 4"),
+            ("that overlap", [("run:1", 0, 5), ("run:2", 5, 4)], "of 5 of 4"),
+        )
+    },
 }
 
 

@@ -619,7 +619,7 @@ def test_a_support_is_what_vllm_kept():
     flat_logprobs = SimpleNamespace(token_ids=[*chain(*told)], logprobs=[*chain(*logprobs)])
     output = SimpleNamespace(token_ids=[7, 9, 3], logprobs=flat_logprobs, finish_reason="length")
     with pytest.warns(UserWarning, match=r"a probability of 0\.8925 together"):
-        found = completion_of(output, weight_version=4)
+        found = completion_of(output, (Span(3, 4),))
     assert found.support.tolist() == [[9, 7, -1, -1], [9, -1, -1, -1], [9, 7, 5, 3]]
     assert found[:4] == ([7, 9, 3], [rest, 0.0, -1.5], "length", (Span(3, 4),))
     assert Batch.from_samples([[1]], [found.token_ids], supports=[found.support]).support_TK.shape == (4, 4)

@@ -59,6 +59,6 @@ def test_all_servers_are_one_group(servers):
         assert asked[0] == ("/init_weight_transfer_engine", {"init_info": init})
         assert ("/update_weights", {"update_info": {"names": ["a"]}}) in asked
         order = [path for path, _ in asked]
-        assert order.index("/pause?mode=abort") < order.index("/start_weight_update") < order.index("/update_weights")
-        assert order.index("/update_weights") < order.index("/finish_weight_update") < order.index("/resume")
-        assert asked[-1] == ("/update_weight_version", {"new_version": "run:3"})
+        assert order.index("/pause?mode=keep") < order.index("/start_weight_update") < order.index("/update_weights")
+        assert order.index("/update_weights") < order.index("/finish_weight_update")
+        assert asked[-2:] == [("/update_weight_version", {"new_version": "run:3"}), ("/resume", {})]

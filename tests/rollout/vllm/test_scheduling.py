@@ -19,6 +19,7 @@ def run(num_servers: int, num_prompts: int, per_prompt: int, limit: int, losses:
     where: dict[int, set[int]] = {}
     lost: list[int] = []
     pool = ServerPool(range(num_servers), limit, lambda server, error: lost.append(server))
+    homes: dict[int, int] = {}
     doomed = {server: draw.randint(1, 30) for server in draw.sample(range(num_servers), losses)}
 
     async def ask(sample: tuple[int, int], server: int) -> None:
@@ -42,7 +43,7 @@ def run(num_servers: int, num_prompts: int, per_prompt: int, limit: int, losses:
             for row in range(num_prompts):
                 for number in range(per_prompt):
                     sample = (row, number)
-                    tasks.create_task(pool.complete(row, lambda server, s=sample: ask(s, server)))
+                    tasks.create_task(pool.complete(row, lambda server, s=sample: ask(s, server), homes))
 
     asyncio.run(main())
     return completed, where, most, lost

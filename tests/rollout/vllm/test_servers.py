@@ -27,7 +27,7 @@ from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import Piece
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, build_rollout
-from rlft_fast.rollout.vllm import served as served_vllm
+from rlft_fast.rollout.vllm import asking as asking_servers
 from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.rollout.vllm.nccl_sender import AllServers
 from tests.support.machine.distributed import run_distributed
@@ -52,7 +52,7 @@ def free_port() -> int:
 class Served:
     """The servers of the tests: their files, their URLs and their processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int = 2) -> None:
         self.model = save_tiny_model("qwen2-tied", folder / "tied", **HEADS)
         values = toy_values(self.model, folder, steps=2)
         values["rollout"] |= {
@@ -63,7 +63,7 @@ class Served:
         self.values = values
         self.config = folder / "config.yaml"
         self.config.write_text(yaml.safe_dump(values))
-        self.ports = [free_port(), free_port()]
+        self.ports = [free_port() for _ in range(count)]
         self.processes: list[subprocess.Popen] = [self.start(port) for port in self.ports]
         for port in self.ports:
             self.wait(port)
@@ -79,7 +79,7 @@ class Served:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def wait(self, port: int) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
@@ -94,14 +94,17 @@ class Served:
             os.killpg(self.processes[place].pid, signal.SIGKILL)
         self.processes[place].wait()
 
+    def close(self) -> None:
+        for place in range(len(self.processes)):
+            self.kill(place)
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Served]:
     os.environ["VLLM_API_KEY"] = TOKEN
     servers = Served(tmp_path_factory.mktemp("served"))
     yield servers
-    for place in range(2):
-        servers.kill(place)
+    servers.close()
     del os.environ["VLLM_API_KEY"]
 
 
@@ -147,7 +150,7 @@ def added(rank: int, model: Path, urls: tuple[str, ...], names: Path) -> None:
     def asked() -> list[str]:
         rollout.sync()
         check_logprobs(engine, PROMPTS, sample(rollout, PROMPTS))
-        return [server.url for server in rollout.generator.live]
+        return [server.url for server in rollout.generator.asking.pool.servers]
 
     assert asked() == [urls[0]]
     names.write_text(f"# both\n{urls[0]}\n\n{urls[1]}\n")
@@ -202,7 +205,7 @@ def killed(rank: int, model: Path, urls: tuple[str, ...], pids: tuple[int, ...])
     engine = make_engine(model)
     rollout = rollout_of(engine, urls)
     rollout.sync()
-    asked, all_events, ask = [], served_vllm._events, rollout.generator._ask
+    asked, all_events, ask = [], asking_servers._events, rollout.generator.asking._ask
     asked_by: dict[asyncio.Task, str] = {}
 
     async def noting(session, one, fields, server) -> None:
@@ -217,8 +220,8 @@ def killed(rank: int, model: Path, urls: tuple[str, ...], pids: tuple[int, ...])
                     os.killpg(pids[1], signal.SIGKILL)
             yield event
 
-    rollout.generator._ask = noting
-    served_vllm._events = killing
+    rollout.generator.asking._ask = noting
+    asking_servers._events = killing
     prompts = PROMPTS[:3] + PROMPTS[4:]
     with pytest.warns(UserWarning, match=f"the server {urls[1]} .*; the server is lost until the next new weights"):
         groups = rollout.generate(prompts, SamplingParams(n=32, max_new_tokens=180, temperature=0.7))
