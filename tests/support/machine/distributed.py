@@ -45,6 +45,9 @@ def _fork_on_request(connection: Connection) -> None:
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    with contextlib.suppress(ImportError, AttributeError):  # tests of the ops have torch alone
+        # transformers compiles hundreds of patterns for the first weights that a process reads: 0.25 s.
+        importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     with contextlib.suppress(EOFError):
         while True:
             function, args, count = pickle.loads(connection.recv_bytes())
