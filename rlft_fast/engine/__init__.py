@@ -20,6 +20,7 @@ with needing_train():
     )
     from rlft_fast.engine.facts import EngineFacts
     from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
+    from rlft_fast.engine.forward import power_of_two
     from rlft_fast.engine.fsdp import FSDPEngine
     from rlft_fast.engine.loss import TRAINED, Loss, Output, weighted
     from rlft_fast.engine.protocol import Engine, Future, results
@@ -56,6 +57,7 @@ __all__ = [
     "find_start",
     "model_flops",
     "peak_flops",
+    "power_of_two",
     "remove_export",
     "require_exportable",
     "require_trainable",

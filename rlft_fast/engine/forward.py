@@ -109,7 +109,7 @@ def prepare_model_inputs(
         position_ids_T = rotary_positions(backbone, micro_batch)
     most_q, most_k = (int(x.diff().max()) for x in (boundaries_q, boundaries_k))
     if in_buckets:
-        most_q, most_k = _power_of_two(most_q), _power_of_two(most_k)
+        most_q, most_k = power_of_two(most_q), power_of_two(most_k)
     inputs = ModelInputs(
         input_ids_U=input_ids_U,
         position_ids_U=own_rows(position_ids_T),
@@ -263,7 +263,7 @@ def _pad_segments(layout: PackedLayout, num_padded: int, *, in_buckets: bool) ->
         boundaries_q = torch.cat([boundaries_q, boundaries_q[-1:] + num_padded])
         boundaries_k = torch.cat([boundaries_k, boundaries_k[-1:] + num_keys])
     if in_buckets:
-        num_empty = _power_of_two(len(boundaries_q) - 1) - (len(boundaries_q) - 1)
+        num_empty = power_of_two(len(boundaries_q) - 1) - (len(boundaries_q) - 1)
         boundaries_q, boundaries_k = (torch.cat([x, x[-1:].expand(num_empty)]) for x in (boundaries_q, boundaries_k))
     if index_M is None:
         return boundaries_q, boundaries_k, None
@@ -280,7 +280,8 @@ def bucket(size: int) -> int:
     return -(-size // step) * step
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
+    """The size, at least 1, rounded up to a power of two."""
     return 1 << (size - 1).bit_length()
 
 

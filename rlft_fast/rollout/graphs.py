@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlft_fast.engine import power_of_two
 from rlft_fast.engine.sharding import Recorder, Replay, warn_of_recording
 from rlft_fast.models import PolicyModel, RowCache
 
@@ -87,8 +88,8 @@ class DecodeGraphs:
         for own, given in zip(self._rows, (token_ids_U, position_U, padding_U), strict=False):
             own[:num_rows] = given
         self._rows.column.fill_(num_columns - 1)
-        width = _power_of_two(max(num_columns, _LEAST_COLUMNS))
-        size = (min(_power_of_two(num_rows), self._size[0]), min(width, self._size[1]))
+        width = power_of_two(max(num_columns, _LEAST_COLUMNS))
+        size = (min(power_of_two(num_rows), self._size[0]), min(width, self._size[1]))
         logits_RV = self._stepped(size, cache)
         cache.advance()
         return logits_RV[:num_rows]
@@ -124,7 +125,3 @@ class DecodeGraphs:
             self._steps.clear()
             warn_of_recording("a decode step", error)
             return None
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
