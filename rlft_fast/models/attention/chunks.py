@@ -47,11 +47,12 @@ def prepare_chunks(
         cu_seqlens_k: (segments + 1,) int32 on the CPU. A segment's queries are the last of its keys.
         key_index: of the keys, on the CPU; None: they are the rows in order.
     """
-    size = _chunk_size(backbone)
-    begin_k, end_k = cu_seqlens_k.numpy()[:-1].astype(np.int64), cu_seqlens_k.numpy()[1:].astype(np.int64)
-    if size is None or (end_k - begin_k).max(initial=0) <= size:
+    if (size := _chunk_size(backbone)) is None:
         return None
+    begin_k, end_k = cu_seqlens_k.numpy()[:-1].astype(np.int64), cu_seqlens_k.numpy()[1:].astype(np.int64)
     num_keys = end_k - begin_k
+    if num_keys.max(initial=0) <= size:
+        return None
     first_query = num_keys - cu_seqlens_q.diff().numpy()
     first_chunk = first_query // size
     num_chunks = -(-num_keys // size) - first_chunk
