@@ -168,9 +168,9 @@ def ideal(leg: Leg, work: Workload) -> float:
 
 
 def run_apart(work: Workload, max_staleness: int) -> Leg:
-    """A run in a process of its own, whose main module imports nothing, as that of rlft-fast.
+    """A run in a process of its own. As in rlft-fast, the main module of the process imports nothing.
 
-    Each process of an environment is forked from a process that has imported the main module.
+    The processes of environments are forked from a process that has imported the main module.
     """
     start = f"import sys; from {__spec__.name} import main; sys.exit(main())"
     with tempfile.TemporaryDirectory() as folder:

@@ -272,9 +272,9 @@ def _pad_segments(layout: PackedLayout, num_padded: int, *, in_buckets: bool) ->
 
 
 def bucket(size: int) -> int:
-    """The size rounded up to a multiple of 64, and of 1/32 of the power of two below it.
+    """The size rounded up to a multiple of 64, and of 1/32 of the largest power of two that is no larger.
 
-    So sizes from 2048 on grow by less than 1/32, and those of an octave are in 32 buckets.
+    Sizes from 2048 on grow by less than 1/32, and the sizes between two powers of two fall into 32 buckets.
     """
     step = max(_LEAST_STEP, 1 << max(size.bit_length() - 6, 0))
     return -(-size // step) * step

@@ -68,8 +68,8 @@ class EnvironmentPool:
 
     Attributes:
         tools: by the names of the classes, JSON schemas of the tools that the policy may call.
-        seconds: by the number of an episode, how long each of its calls took until its answer was there [s]. The reader
-            takes them out.
+        seconds: by the number of an episode, the seconds from each of its calls to the answer. Who reads them removes
+            them.
 
     Raises:
         ValueError: a class cannot be loaded, or is no environment.
