@@ -4,9 +4,9 @@
 attention function. It builds no mask for an attention without a mask function, so packed sequences cost no (T, T) mask.
 
 - On CUDA one variable-length kernel runs (``torch.nn.attention.varlen``).
-- On the CPU, one causal SDPA call runs per segment, in float32 or wider. One call runs per segment also on a GPU for
-  inputs that the kernel does not take: float32, GPUs before Ampere, heads wider than 256. There the host waits for the
-  device in every layer.
+- On the CPU, one causal SDPA call runs for all segments of one size, in float32 or wider. On a GPU one call runs per
+  segment for inputs that the kernel does not take: float32, GPUs before Ampere, heads wider than 256. There the host
+  waits for the device in every layer.
 - Attention sinks (gpt-oss) are terms of the softmax that the same kernels do not know
   (`rlft_fast.models.attention.sinks`).
 - Soft-capped scores (Gemma 2) are written out segment by segment. So are attention sinks on a GPU where the kernel does
@@ -186,10 +186,35 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, boundaries: tuple[Tensor, Tensor, i
         q, k, v = (x.float() for x in (q, k, v))
     if scores.softcap is None and _has_varlen_kernel(q):
         return _varlen(q, k, v, boundaries, scores)
-    queries = q.split(boundaries[0].diff().tolist(), dim=2)  # split's backward is one cat
-    keys, values = (x.split(boundaries[1].diff().tolist(), dim=2) for x in (k, v))
-    outputs = [_segment(*one, scores) for one in zip(queries, keys, values, strict=True)]
-    return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype).contiguous()  # some models call view() on it
+    num_queries, num_keys = boundaries[0].diff().tolist(), boundaries[1].diff().tolist()
+    queries = q.split(num_queries, dim=2)  # split's backward is one cat
+    keys, values = (x.split(num_keys, dim=2) for x in (k, v))
+    outputs: dict[int, Tensor] = {}
+    for alike in _together([*zip(num_queries, num_keys, strict=True)], q, scores):
+        one_q, one_k, one_v = (_joined([x[i] for i in alike]) for x in (queries, keys, values))
+        found = _segment(one_q, one_k, one_v, scores)
+        outputs |= zip(alike, found.split(1), strict=True)
+    in_order = [outputs[i] for i in range(len(queries))]
+    return torch.cat(in_order, dim=2).transpose(1, 2).to(dtype).contiguous()  # some models call view() on it
+
+
+def _joined(segments: list[Tensor]) -> Tensor:
+    """(1, heads, n, d) each -> (segments, heads, n, d), without a copy of a single one."""
+    return segments[0] if len(segments) == 1 else torch.cat(segments)
+
+
+def _together(sizes: list[tuple[int, int]], q: Tensor, scores: _Scores) -> list[list[int]]:
+    """The numbers of segments that one call attends over: on a CPU all of one size, as many short ones often are.
+
+    The kernel works on each row and head alone, so the bits stay. Where scores are in memory, each segment has its own
+    call.
+    """
+    if q.is_cuda or scores.softcap is not None:
+        return [[i] for i in range(len(sizes))]
+    found: dict[tuple[int, int], list[int]] = {}
+    for i, size in enumerate(sizes):
+        found.setdefault(size, []).append(i)
+    return [*found.values()]
 
 
 def grouped_attention(

@@ -84,7 +84,7 @@ def test_attends_causally_within_each_sequence(lengths, kv_heads, groups, window
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_gradient(softcap, has_sinks, window):
-    lengths = [3, 1, 4]
+    lengths = [3, 1, 4, 3]
     qkv = tuple(x.requires_grad_() for x in random_qkv(lengths, 4, 2, 4))
     sinks = random_sinks(4).requires_grad_() if has_sinks else None
     inputs = qkv if sinks is None else (*qkv, sinks)
@@ -121,11 +121,21 @@ def test_rows_of_a_run_see_all_of_it(lengths, window, softcap, seed):
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
-def test_a_sequence_is_the_same_alone_and_packed():
-    qkv = random_qkv([5, 7, 2], 4, 2, 8)
-    packed = run(qkv, [5, 7, 2])
-    alone = run(tuple(x[:, :, 5:12] for x in qkv), [7])
-    assert torch.equal(packed[:, 5:12], alone)
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_sequence_is_the_same_alone_and_packed(window, has_sinks):
+    """Also beside others of its length, with which it runs in one call; and its gradients."""
+    lengths = [5, 7, 2, 7, 7]
+    qkv = tuple(x.float().requires_grad_() for x in random_qkv(lengths, 4, 2, 8))
+    options = {"sliding_window": window, "s_aux": random_sinks(4).float() if has_sinks else None}
+    packed = run(qkv, lengths, **options)
+    grads = torch.autograd.grad(packed.square().sum(), qkv)
+    for begin, end in ((5, 12), (14, 21)):
+        own = tuple(x[:, :, begin:end].detach().requires_grad_() for x in qkv)
+        alone = run(own, [7], **options)
+        assert torch.equal(packed[:, begin:end], alone)
+        for grad, own_grad in zip(grads, torch.autograd.grad(alone.square().sum(), own), strict=True):
+            assert torch.equal(grad[:, :, begin:end], own_grad)
 
 
 @settings(max_examples=40)
