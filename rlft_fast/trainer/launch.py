@@ -23,7 +23,7 @@ from rlft_fast.trainer.inputs import identity_of
 from rlft_fast.trainer.ppo import PPOTrainer
 from rlft_fast.trainer.prompts import load_data
 from rlft_fast.trainer.supervised import RowsData, RowsTrainer, rows_identity
-from rlft_fast.world import World, init_distributed, naming_lost_ranks
+from rlft_fast.world import World, init_distributed, keep_freed_memory, naming_lost_ranks
 
 
 def train(
@@ -32,7 +32,8 @@ def train(
     """Runs the configuration from its newest checkpoint (``resume``) or the beginning; returns the summary.
 
     From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced; logs of a run that saved
-    no checkpoint are kept under other names. A run that is finished is not run again.
+    no checkpoint are kept under other names. A run that is finished is not run again. On a CPU this process keeps the
+    memory that it frees, see `keep_freed_memory`.
 
     Args:
         config: the run.
@@ -61,6 +62,8 @@ def train(
         KeyboardInterrupt: a second Ctrl-C stopped it at once; the newest checkpoint is as it was.
     """
     world = init_distributed(config.timeout_minutes)
+    if world.device.type == "cpu":
+        keep_freed_memory()
     with naming_lost_ranks(world):
         require_usable(config, resume=bool(resume))
         require_trackers(config.log)

@@ -6,10 +6,12 @@ stopping         signals that ask a run to stop, and the places where all ranks 
 threads          threads for calls that may hang
 spans            when parts of a run worked
 peak             the peak of this process's memory
+heap             freed memory that stays with the process
 failures         after a rank has died, the other ranks name it
 """
 
 from rlft_fast.world.failures import naming_lost_ranks
+from rlft_fast.world.heap import keep_freed_memory
 from rlft_fast.world.peak import PeakMemory
 from rlft_fast.world.process_group import (
     end_with_parent,
@@ -37,6 +39,7 @@ __all__ = [
     "ensure_process_group",
     "forked_rng",
     "init_distributed",
+    "keep_freed_memory",
     "leaving_process_group",
     "naming_lost_ranks",
     "write_at_once",
