@@ -37,6 +37,7 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -61,6 +62,9 @@ from transformers import (
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
+
+# transformers writes each configuration that it reads as JSON, for a line of its log that is not shown.
+PretrainedConfig.__repr__ = object.__repr__
 
 VOCAB_SIZE = 259  # one token per byte, end and padding, and one id that the tokenizer never makes
 EOS_TOKEN_ID = 256
