@@ -20,6 +20,7 @@ from rlft_fast.models import PolicyModel, padded_attention
 MAX_TOKENS = 16384  # the default of an engine
 # Log-normal as in benchmarks/engine/workload.py, with a median of 64 and a sigma of 0.7, at equal distances of rank.
 MIXED = [17, 25, 32, 38, 43, 49, 55, 61, 67, 75, 84, 94, 108, 128, 161, 240]
+FEW = MIXED[3::4]
 EQUAL = [64] * 16
 _TURNS = 3
 
