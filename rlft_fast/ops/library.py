@@ -19,8 +19,8 @@ import_module("rlft_fast._C")
 has_cuda_kernels = torch.version.cuda is not None and find_spec("rlft_fast._C_cuda") is not None
 if has_cuda_kernels:
     import_module("rlft_fast._C_cuda")
-# Whether this CPU runs multiply_rounded_. A library that was compiled before the operator was written does not.
-has_rounded_gemm: bool = hasattr(torch.ops.rlft_fast, "has_rounded_gemm") and torch.ops.rlft_fast.has_rounded_gemm()
+# Whether this CPU runs multiply_rounded_.
+has_rounded_gemm: bool = torch.ops.rlft_fast.has_rounded_gemm()
 
 
 def check_dense(tensors: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from rlft_fast.ops import library
 from tests.support.machine.threads import num_threads
 
 needs_kernel = pytest.mark.skipif(not library.has_rounded_gemm, reason="this CPU has no AVX512-BF16")
+multiply = torch.ops.rlft_fast.multiply_rounded_
 
 # Columns next to each other in memory, rows next to each other, rows and columns apart.
 LAYOUTS = {
@@ -19,10 +20,6 @@ LAYOUTS = {
     "apart": lambda m, n, g: torch.randn(2 * m, 2 * n, generator=g)[::2, ::2],
 }
 layouts, dtypes = st.sampled_from([*LAYOUTS]), st.sampled_from([torch.float32, torch.bfloat16])
-
-
-def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    torch.ops.rlft_fast.multiply_rounded_(a, b, out, accumulate)
 
 
 def exact(a: Tensor, b: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class _ThreadTiles:
         with sums_in_float32(rows.hidden_RD, self.problem.dtype):
             torch.ops.rlft_fast.logprob_chunk_stats_(
                 *self._arguments(rows), sums.maximum, sums.excess, sums.shift, sums.target_logit, **self.options,
-                **_gemm(self.problem.dtype),
+                rounds=rounds_in_kernel("cpu", self.problem.dtype),
             )  # fmt: skip
         return sums.finish(self.problem.group, self.problem.vocab)
 
@@ -136,7 +136,7 @@ class _ThreadTiles:
         with sums_in_float32(rows.hidden_RD, rounded_to):
             torch.ops.rlft_fast.logprob_chunk_grad_(
                 *self._arguments(rows), stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy,
-                grad_rows, *self.sums, chunk.rows.start > 0, **self.options, **_gemm(rounded_to),
+                grad_rows, *self.sums, chunk.rows.start > 0, **self.options, rounds=rounds_in_kernel("cpu", rounded_to),
             )  # fmt: skip
         if grad_rows is not None:
             self.grads.set_hidden(index, grad_rows, self.problem.group)
@@ -149,11 +149,6 @@ class _ThreadTiles:
             rows.hidden_RD, self.problem.weight_VD, self.logits, thread_tile_columns(len(rows.target_R)),
             rows.target_R, self.problem.bias_V, rows.inv_temperature, self.problem.softcap, self.problem.scale,
         )  # fmt: skip
-
-
-def _gemm(rounded_to: torch.dtype | None) -> dict[str, bool]:
-    """The option of an operator of chunks for the GEMM of operands that may be rounded."""
-    return {"rounds": True} if rounds_in_kernel("cpu", rounded_to) else {}
 
 
 class _LargeGemms:
