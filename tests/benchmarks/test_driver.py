@@ -8,7 +8,7 @@ from benchmarks.step.host import Workload
 
 def test_the_report_adds_up(tmp_path):
     works = [Workload(num_tokens=60_000, num_samples=32, num_ranks=ranks) for ranks in (4, 16)]
-    costs = [measure(work) for work in works]
+    costs = measure(works)
     for cost in costs:
         assert cost.sent_bytes > 33 * 60_000  # ids, positions, masks, log-probabilities, advantages
         assert DISPATCH in cost.seconds_of
