@@ -283,7 +283,7 @@ def test_threads_that_play_have_seconds_of_their_own(play, tokenizer):
 
     with ThreadPoolExecutor(2) as threads:
         slow, quick = threads.map(seconds, range(2))
-    assert quick < 0.4 < slow
+    assert quick < 0.35 < slow  # the clock starts a little after the environment has begun to wait
 
 
 def test_an_environment_may_answer_in_words(play, tokenizer):
