@@ -116,7 +116,7 @@ def is_as_strict(suite: Suite, given: Mapping[str, str]) -> bool:
 
 def write_passed(name: str, value: str, root: Path = ROOT) -> None:
     passed = read_passed(root) | {name: value}
-    part = root / f"{PASSED}.{os.getpid()}"  # .ci/run has two suites at once
+    part = root / f"{PASSED}.{os.getpid()}"  # .ci/run has several suites at once
     part.write_text(json.dumps(dict(sorted(passed.items())), indent=1) + "\n")
     part.replace(root / PASSED)
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -147,23 +148,46 @@ def test_nightly_fails_where_its_suites_cannot_be_listed(tmp_path):
     assert nightly(str(tmp_path)).returncode != 0
 
 
-@pytest.mark.parametrize(
-    ("minutes", "options", "is_run"), [(0, "THIN=2\n", True), (46, "THIN=2 THIN=100 KILLS=5\n", True), (71, "", False)]
-)
-def test_a_late_suite_is_thinned_or_left_by_name(minutes, options, is_run, tmp_path):
-    """.ci/run itself, with a make that prints its arguments."""
+@pytest.fixture
+def ci_run(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs .ci/run with a make that prints its arguments, and then runs the shell's code in the given variables."""
     for name in (".ci/run", "tests/suites.py"):
         (tmp_path / name).parent.mkdir()
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
     for name in ("make", "chromium"):
-        (tmp_path / "bin" / name).write_text('#!/bin/sh\necho "make $*"\n')
+        (tmp_path / "bin" / name).write_text('#!/bin/bash\necho "make $*"\nname=${1//-/_}\neval "${!name:-}"\n')
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
-    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SECONDS": str(60 * minutes)}
-    done = subprocess.run([tmp_path / ".ci/run"], env=environment, capture_output=True, text=True)
+
+    def start(**variables: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | variables
+        return subprocess.run([tmp_path / ".ci/run"], env=environment, capture_output=True, text=True, timeout=100)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("minutes", "options", "is_run"), [(0, "THIN=2\n", True), (46, "THIN=2 THIN=100 KILLS=5\n", True), (71, "", False)]
+)
+def test_a_late_suite_is_thinned_or_left_by_name(minutes, options, is_run, ci_run):
+    done = ci_run(SECONDS=str(60 * minutes))
     assert done.returncode == 0, done.stderr
     assert "make test\n" in done.stdout
-    assert (f"make test-vllm {options}" in done.stdout) == is_run
+    assert (f"vllm: make test-vllm {options}" in done.stdout) == is_run
     assert (done.stdout.count("== test-vllm is NOT RUN") == 2) != is_run  # when it is left, and at the end
+
+
+def test_a_red_lane_ends_the_others_whose_lines_are_printed(ci_run, tmp_path):
+    """The other lanes are in suites that would take a minute."""
+    waiting = f"echo $$ > {tmp_path}/$name.pid; echo $name waits; sleep 60"
+    both_wait = f"[ -s {tmp_path}/test_slow.pid ] && [ -s {tmp_path}/test_vllm.pid ]"
+    red = f"until {both_wait}; do sleep 0.1; done; echo red; exit 7"
+    done = ci_run(test_slow=waiting, test_vllm=waiting, test_ray=red)
+    assert done.returncode != 0
+    assert "\nray: red\n" in done.stdout
+    for name in ("slow", "vllm"):
+        assert f"\n{name}: test_{name} waits\n" in done.stdout
+        assert not Path("/proc", (tmp_path / f"test_{name}.pid").read_text().strip()).exists()
+    assert "== done" not in done.stdout
