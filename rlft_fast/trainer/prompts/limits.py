@@ -1,5 +1,6 @@
 """What a chat template may take. A template is code of the model's, and may loop or grow without end."""
 
+import os
 import resource
 import signal
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 SECONDS = 1.5  # of CPU time for one conversation; templates take milliseconds
 _FREE_SECONDS, _MEAN_SECONDS = 10.0, 0.02  # for all conversations, and for each of them
 _MEMORY = 2 << 30  # bytes
+_THREADS_RESERVE = (128 << 20) * (os.cpu_count() or 1)  # bytes of addresses, of threads that tokenize beside a template
 _SIZE_HOLDS = 0.05  # seconds; to ask for the size of the process for each conversation takes a tenth of the time
 
 
@@ -68,13 +70,19 @@ class Limits:
             with self.many(), self.one():
                 yield
             return
-        with _memory_limited(self._own_bytes() if self.memory else None):
-            outer, started = self._started, time.thread_time()
-            self._started = started
-            try:
-                yield
-            finally:
-                self._started = outer
+        before = _limit_memory(self._own_bytes()) if self.memory else None
+        outer, started = self._started, time.thread_time()
+        self._started = started
+        try:
+            yield
+        except MemoryError as error:
+            if before is None:
+                raise
+            raise MemoryError(f"it takes more than {_MEMORY >> 30} GiB of memory") from error
+        finally:
+            if before is not None:
+                resource.setrlimit(resource.RLIMIT_AS, before)
+            self._started = outer
         self.seconds += time.thread_time() - started
         self.num_conversations += 1
         if self.seconds > _FREE_SECONDS + _MEAN_SECONDS * self.num_conversations:
@@ -94,22 +102,19 @@ class Limits:
         return self._size
 
 
-@contextmanager
-def _memory_limited(own_bytes: int | None) -> Iterator[None]:
-    """Raises MemoryError where a process of this size would take much more; None: nothing is limited."""
+def _limit_memory(own_bytes: int | None) -> tuple[int, int] | None:
+    """Raises MemoryError from now on where a process of this size would take much more; None: nothing is limited.
+
+    Returns:
+        The limits before.
+    """
     if own_bytes is None:
-        yield
-        return
+        return None
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = own_bytes + _MEMORY
+    most = own_bytes + _THREADS_RESERVE + _MEMORY
     finite = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(finite), hard))
-    try:
-        yield
-    except MemoryError as error:
-        raise MemoryError(f"it takes more than {_MEMORY >> 30} GiB of memory") from error
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    return soft, hard
 
 
 def _own_bytes() -> int | None:

@@ -5,20 +5,23 @@ A row is a generator. It yields texts, is sent the tokens of each, and returns t
 
 import gc
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
-from typing import Any, TypeVar
+from itertools import chain, islice
+from typing import Any, Generic, TypeVar
 
 from rlft_fast.errors import without_panics
 from rlft_fast.trainer.prompts.chat import Tokenizer
 
 T = TypeVar("T")
 
-Encoding = Generator[list[str], list[list[int]], T]
+_Tokens = list[int] | Exception
+
+Encoding = Generator[list[str], Any, T]
 """Yields texts, is sent the ids of each, and returns the result. A text without tokens raises an error in there."""
 
 _ROWS = 1024  # that are made together
-_CHARACTERS = 1 << 22  # of texts that are tokenized together: tokenizers holds 50 bytes and more for each token
+_CHARACTERS = 1 << 20  # of texts that are tokenized together: tokenizers holds 50 bytes and more for each token
 
 
 @contextmanager
@@ -40,57 +43,87 @@ def uncollected() -> Iterator[None]:
 def encode_rows(tokenizer: Tokenizer, rows: Iterable[Encoding[T]]) -> Iterator[T]:
     """The results of rows, in their order.
 
+    A thread makes the tokens of some rows while the texts of the next rows are made.
+
     Args:
         tokenizer: makes tokens, without special tokens of its own.
-        rows: at most 1024 run at once.
+        rows: at most 2048 run at once.
 
     Raises:
         Exception: a row raises it.
     """
     rows = iter(rows)
-    while some := [*islice(rows, _ROWS)]:
-        yield from _together(tokenizer, some)
+    with ThreadPoolExecutor(1) as thread:
+        before: _Started[T] | None = None
+        while some := [*islice(rows, _ROWS)]:
+            started = _Started(some, tokenizer, thread)
+            if before is not None:
+                yield from before.finish()
+            before = started
+        if before is not None:
+            yield from before.finish()
 
 
-def _together(tokenizer: Tokenizer, rows: Sequence[Encoding[T]]) -> list[T]:
+class _Started(Generic[T]):
+    """Rows whose texts a thread makes tokens of."""
+
+    def __init__(self, rows: Sequence[Encoding[T]], tokenizer: Tokenizer, thread: ThreadPoolExecutor) -> None:
+        self._rows, self._tokenizer, self._thread = joined(rows), tokenizer, thread
+        self._results: list[T] = []
+        self._tokens = self._resume(None)
+
+    def finish(self) -> list[T]:
+        while self._tokens is not None:
+            self._tokens = self._resume(self._tokens.result())
+        return self._results
+
+    def _resume(self, found: list[_Tokens] | None) -> Future[list[_Tokens]] | None:
+        try:
+            texts = self._rows.send(found)
+        except StopIteration as end:
+            self._results = end.value
+            return None
+        return self._thread.submit(_encode, texts, self._tokenizer)
+
+
+def joined(rows: Sequence[Encoding[T]]) -> Encoding[list[T]]:
+    """The results of rows whose texts are tokenized together, as one row.
+
+    Raises:
+        Exception: a row raises it.
+    """
     results: dict[int, T] = {}
     asked: dict[int, list[str]] = {}
-
-    def resume(i: int, found: list[list[int] | Exception] | None) -> None:
-        failed = next((x for x in found or () if isinstance(x, Exception)), None)
-        try:
-            if failed is not None:
-                asked[i] = rows[i].throw(failed)
-            else:
-                asked[i] = next(rows[i]) if found is None else rows[i].send([x for x in found if isinstance(x, list)])
-        except StopIteration as end:
-            results[i] = end.value
-
-    for i in range(len(rows)):
-        resume(i, None)
-    known: dict[str, list[int] | Exception] = {}
-    while asked:
-        now, asked = asked, {}
-        known |= _encode({text: None for texts in now.values() for text in texts if text not in known}, tokenizer)
-        for i, texts in now.items():
-            resume(i, [known[text] for text in texts])
+    found: dict[int, list[_Tokens] | None] = dict.fromkeys(range(len(rows)))
+    while found:
+        for i, tokens in found.items():
+            failed = next((x for x in tokens or () if isinstance(x, Exception)), None)
+            try:
+                asked[i] = rows[i].send(tokens) if failed is None else rows[i].throw(failed)
+            except StopIteration as end:
+                results[i] = end.value
+        tokens_of_all = iter((yield [*chain.from_iterable(asked.values())]) if asked else ())
+        found = {i: [*islice(tokens_of_all, len(texts))] for i, texts in asked.items()}
+        asked = {}
     return [results[i] for i in range(len(rows))]
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> dict[str, list[int] | Exception]:
-    found: dict[str, list[int] | Exception] = {}
+def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> list[_Tokens]:
+    """The tokens of each text. Equal texts share their list."""
+    found: dict[str, _Tokens] = {}
     some: list[str] = []
     size = 0
-    for text in texts:
+    for text in dict.fromkeys(texts):
         some.append(text)
         size += len(text)
         if size > _CHARACTERS:
             found |= zip(some, encode_texts(tokenizer, some), strict=True)
             some, size = [], 0
-    return found | dict(zip(some, encode_texts(tokenizer, some), strict=True))
+    found |= zip(some, encode_texts(tokenizer, some), strict=True)
+    return [found[text] for text in texts]
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int] | Exception]:
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[_Tokens]:
     """The ids of each text as ``tokenizer.encode(text, add_special_tokens=False)`` makes them, or its error."""
     try:
         with without_panics():

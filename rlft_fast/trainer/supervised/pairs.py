@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import PairDataConfig, RewardDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief
-from rlft_fast.trainer.prompts import Encoding, LeftOut, Overlong, Row, RowSet, without_nulls
+from rlft_fast.trainer.prompts import Encoding, LeftOut, Overlong, Row, RowSet, joined, without_nulls
 from rlft_fast.trainer.supervised.reference import Reference
 from rlft_fast.trainer.supervised.rows import OverlongError, Reader, TaughtRows, Tokens, taught_rows
+from rlft_fast.trainer.supervised.spans import alternating
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ def load_pairs(
 
 def _scored_at_the_end(tokens: Tokens) -> Tokens:
     """A sequence up to its last taught token, with a token behind it, which is asked of and never runs."""
-    end = len(tokens.taught) - tokens.taught[::-1].index(True)
-    return Tokens([*tokens.ids[:end], tokens.ids[end - 1]], [False] * end + [True])
+    end = tokens.taught.rindex(1) + 1
+    return Tokens([*tokens.ids[:end], tokens.ids[end - 1]], alternating([end, 1]))
 
 
 def _read(reader: Reader, config: PairDataConfig, row: Row) -> Encoding[_Pair]:
@@ -116,8 +117,7 @@ def _read(reader: Reader, config: PairDataConfig, row: Row) -> Encoding[_Pair]:
         raise ValueError(f"it has no {columns[1]!r} or no {columns[2]!r}; its columns are {sorted(row)}")
     if prompt is None:
         prompt, chosen, rejected = _without_beginning(chosen, rejected, columns[0])
-    first = yield from reader.answered(row, prompt, chosen)
-    both = [first, (yield from reader.answered(row, prompt, rejected))]
+    both = yield from joined([reader.answered(row, prompt, answer) for answer in (chosen, rejected)])
     if both[0] == both[1]:
         if len(both[0].ids) == config.max_sequence_tokens and config.overlong == "truncate":
             raise OverlongError("its two answers begin alike")

@@ -40,7 +40,7 @@ from rlft_fast.trainer.prompts import (
     tools_of,
     without_nulls,
 )
-from rlft_fast.trainer.supervised.spans import AssistantSpans, Span, encode_spans
+from rlft_fast.trainer.supervised.spans import AssistantSpans, Span, alternating, encode_spans
 
 T = TypeVar("T")
 
@@ -51,8 +51,8 @@ class Tokens(NamedTuple):
     """A row as the model reads it."""
 
     ids: list[int]
-    taught: list[bool]
-    """Which of them are taught."""
+    taught: bytes
+    """Of each of them 1 if it is taught, else 0."""
     images: PromptImages | None = None
 
 
@@ -172,7 +172,7 @@ def load_rows(
 def taught_rows(found: Sequence[Tokens], reader: "Reader") -> TaughtRows:
     """The sequences that the reader has made."""
     token_ids = [np.array(own.ids, np.int32) for own in found]
-    is_taught = [np.array(own.taught, np.bool_) for own in found]
+    is_taught = [np.frombuffer(own.taught, np.bool_) for own in found]
     images = {i: own.images for i, own in enumerate(found) if own.images is not None}
     overlong = Overlong(len(reader.left_out), reader.num_truncated)
     return TaughtRows(token_ids, is_taught, images, reader.sizes, overlong, reader.left_out)
@@ -325,11 +325,11 @@ class Reader:
         if not ids:
             raise ValueError("its text becomes no token")
         ids = [*ids, *[end] * (ids[-1] != end)]  # equal texts share their list
-        return self._checked(before + ids, [False] * len(before) + [True] * len(ids))
+        return self._checked(before + ids, alternating([len(before), len(ids)]))
 
-    def _checked(self, ids: list[int], taught: list[bool], images: PromptImages | None = None) -> Tokens:
+    def _checked(self, ids: list[int], taught: bytes, images: PromptImages | None = None) -> Tokens:
         most = self.config.max_sequence_tokens
-        if not any(taught[1:]):
+        if 1 not in taught[1:]:
             raise ValueError("it teaches no token")
         if len(ids) <= most:
             return Tokens(ids, taught, images)
@@ -339,7 +339,7 @@ class Reader:
             raise OverlongError(
                 f"it has {len(ids)} tokens, more than data.max_sequence_tokens={most}: raise it, or set data.overlong"
             )
-        if not any(taught[1:most]):
+        if 1 not in taught[1:most]:
             raise OverlongError("its first tokens teach nothing")
         self.num_truncated += 1
         return Tokens(ids[:most], taught[:most])

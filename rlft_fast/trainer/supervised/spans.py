@@ -292,8 +292,8 @@ def _num_equal(text: str, other: str) -> int:
     return next((i for i in range(length) if text[i] != other[i]), length)
 
 
-def encode_spans(text: str, spans: Sequence[Span], *, joins: bool) -> Encoding[tuple[list[int], list[bool]]]:
-    """Tokens of a text, and which of them are taught.
+def encode_spans(text: str, spans: Sequence[Span], *, joins: bool) -> Encoding[tuple[list[int], bytes]]:
+    """Tokens of a text, and of each 1 if it is taught, else 0.
 
     A generator gets the tokens of a prompt, and adds tokens to them. So the text is cut where spans begin and end, and
     its pieces are tokenized one by one. A tokenizer that adds a space to each piece gets the whole text, in which no
@@ -311,15 +311,16 @@ def encode_spans(text: str, spans: Sequence[Span], *, joins: bool) -> Encoding[t
     if joins:
         pieces = yield [text[start:end] for start, end in pairwise(bounds)]
         sizes = [*map(len, pieces)]
-        return [*chain.from_iterable(pieces)], _alternating(sizes)
+        return [*chain.from_iterable(pieces)], alternating(sizes)
     ids, *pieces = yield [text, *(text[:bound] for bound in bounds[1:])]
     cuts = [0]
     for bound, piece in zip(bounds[1:], pieces, strict=True):
         if ids[: len(piece)] != piece:
             raise ValueError(f"a token reaches over the beginning or end of words, behind {text[:bound][-40:]!r}")
         cuts.append(len(piece))
-    return ids, _alternating([b - a for a, b in pairwise(cuts)])
+    return ids, alternating([b - a for a, b in pairwise(cuts)])
 
 
-def _alternating(sizes: Sequence[int]) -> list[bool]:
-    return [*chain.from_iterable([i % 2 == 1] * size for i, size in enumerate(sizes))]
+def alternating(sizes: Sequence[int]) -> bytes:
+    """So many zeros, so many ones, and so on."""
+    return b"".join([(b"\1" if i % 2 else b"\0") * size for i, size in enumerate(sizes)])
