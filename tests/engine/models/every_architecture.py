@@ -257,6 +257,17 @@ def written() -> dict[str, str]:
     return {"llama": llama} | {model_type: time for time, names in rows for model_type in names.split(", ")}
 
 
+@cache
+def told() -> dict[str, tuple[str, str]]:
+    """The answers that the page has, without their stars."""
+    rows = re.findall(r"^\| (.*) \| (.*) \| [\d.]* \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    return {
+        model_type.removesuffix("\\*"): (patched, trains)
+        for patched, trains, model_types in rows
+        for model_type in model_types.split(", ")
+    }
+
+
 def _coarse(share: float) -> str:
     """The nearest step, each about a quarter more than the one before."""
     steps = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
