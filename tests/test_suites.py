@@ -158,8 +158,7 @@ def ci_run(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
     for name in ("make", "chromium"):
         (tmp_path / "bin" / name).write_text('#!/bin/bash\necho "make $*"\nname=${1//-/_}\neval "${!name:-}"\n')
         (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    (tmp_path / "bin/python3").symlink_to(sys.executable)
 
     def start(**variables: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | variables
