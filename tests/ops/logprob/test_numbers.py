@@ -46,7 +46,7 @@ each_logits = pytest.mark.parametrize("logits", LOGITS)
 @pytest.mark.parametrize("V", [17, 37, 257, 2049, 5003])
 @pytest.mark.parametrize("T", [0, 1, 7, 100])
 def test_small_shapes(T, V, backend):
-    check(T, 64, V, logits="peaked", backend=backend)
+    check(T, 64, V, logits="peaked", backend=backend, rows=16 if V > 2000 else 64)  # rows of many terms vary less
 
 
 # V and D of real models (Llama 2, GPT-2, Qwen; the last two V are no multiples of 1024), and T of more than a chunk.
@@ -60,7 +60,7 @@ def test_small_shapes(T, V, backend):
 )  # fmt: skip
 @pytest.mark.thin(2)
 def test_real_shapes(T, D, V, backend):
-    check(T, D, V, backend=backend, rows=1 if V > 10_000 else 64)
+    check(T, D, V, backend=backend, rows=1 if V > 10_000 else 16)
 
 
 @interpreted
@@ -75,7 +75,7 @@ def test_small_shapes_in_triton(T, V, backend):
 @each_dtype
 @pytest.mark.parametrize("V", [37, 2049, 50257])
 @each_logits
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 def test_logits(logits, V, dtype, backend):
     check(100, 64, V, logits=logits, dtype=dtype, backend=backend)
 
