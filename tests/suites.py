@@ -75,7 +75,7 @@ SUITES: dict[str, Suite] = {
     ),
     "test-vllm": Suite((*ROLLOUT, *CLUSTER), "THIN=2"),
     "test-ray": Suite((*ROLLOUT, *CLUSTER), "THIN=2 RLFT_KILLS=1"),
-    "crash-test": Suite((*ENGINE, *TRAINER, "tests/crash_test.py"), "KILLS=15"),
+    "crash-test": Suite((*ENGINE, *TRAINER, "tests/crash_test.py"), "KILLS=6"),
 }  # fmt: skip
 
 

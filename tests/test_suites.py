@@ -168,7 +168,7 @@ def ci_run(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.mark.parametrize(
-    ("minutes", "options", "is_run"), [(0, "THIN=2\n", True), (46, "THIN=2 THIN=100 KILLS=5\n", True), (71, "", False)]
+    ("minutes", "options", "is_run"), [(0, "THIN=2\n", True), (46, "THIN=2 THIN=100 KILLS=3\n", True), (71, "", False)]
 )
 def test_a_late_suite_is_thinned_or_left_by_name(minutes, options, is_run, ci_run):
     done = ci_run(SECONDS=str(60 * minutes))

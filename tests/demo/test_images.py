@@ -66,6 +66,7 @@ def test_options_of_the_sums_alone_are_refused(capsys):
 
 
 @pytest.mark.slow  # a minute
+@pytest.mark.long
 def test_it_learns_to_see(tmp_path):
     summary = images.learn_images(output_dir=tmp_path)
     assert summary["accuracy_before"] <= 0.4
