@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import groupby, product
 from typing import Any, Protocol
 
+from rlft_fast.errors import brief
 from rlft_fast.trainer.episodes.calls import Parsed, parse, said_message
 from rlft_fast.trainer.episodes.forms import FORMS, HERMES, Form, own_form
 from rlft_fast.trainer.prompts import (
@@ -262,5 +263,8 @@ def _calls_in(text: str, form: Form) -> list[dict[str, Any]]:
 
 
 def name_of(tool: dict[str, Any]) -> str:
-    """The name in a tool's JSON schema."""
-    return tool.get("function", tool)["name"]
+    """The name in a tool's JSON schema. Raises ValueError where it has none."""
+    name = tool.get("function", tool).get("name")
+    if not isinstance(name, str):
+        raise ValueError(f"a tool must have a name, got {brief(repr(tool), 200)}")
+    return name

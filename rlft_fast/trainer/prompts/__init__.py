@@ -30,7 +30,15 @@ from rlft_fast.trainer.prompts.loading import (
     load_prompts,
     name_rows,
 )
-from rlft_fast.trainer.prompts.messages import Message, find_mistake, is_plain, render, with_words, words_of
+from rlft_fast.trainer.prompts.messages import (
+    Message,
+    are_written,
+    find_mistake,
+    is_plain,
+    render,
+    with_words,
+    words_of,
+)
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.prompts.runs import load_data, load_held_out, load_training
 from rlft_fast.trainer.prompts.streaming import StreamError, stream_prompts
@@ -55,6 +63,7 @@ __all__ = [
     "Stream",
     "StreamError",
     "Tokenizer",
+    "are_written",
     "checksum",
     "conversation_of",
     "encode_rows",

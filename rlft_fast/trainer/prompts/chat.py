@@ -146,8 +146,15 @@ def conversation_of(
 
 
 def tools_of(columns: Mapping[str, Any]) -> list[Any] | None:
-    """JSON schemas of the tools that a row names."""
-    return _parsed(columns, "tools", list) or None  # templates of Llama 3 write of tools for an empty list, too
+    """JSON schemas of the tools that a row names. Raises ValueError for a list of other values."""
+    found = _parsed(columns, "tools", list) or None  # templates of Llama 3 write of tools for an empty list, too
+    if wrong := [tool for tool in found or () if not isinstance(_function(tool), dict)]:
+        raise ValueError(f"its column tools must be a list of JSON schemas, got {wrong[0]!r} in it")
+    return found
+
+
+def _function(tool: Any) -> Any:
+    return tool.get("function", tool) if isinstance(tool, dict) else None
 
 
 def reads(tokenizer: Tokenizer, name: str, tools: list[Any] | None) -> bool:

@@ -16,8 +16,8 @@ from rlft_fast.files import read_text
 Row = dict[str, Any]
 
 _EXPECTED = (
-    "expected JSON lines in UTF-8 or one JSON array, a file .csv, .tsv or .parquet, a folder written by "
-    f"datasets.save_to_disk, or {HUB}OWNER/NAME/SPLIT"
+    "expected JSON lines in UTF-8 with one row each, one JSON array, a file .csv, .tsv or .parquet, a folder written "
+    f"by datasets.save_to_disk, or {HUB}OWNER/NAME/SPLIT"
 )
 _LONGEST_FIELD = 2**31 - 1  # of a CSV file; Python's own limit of 128 KiB is short for test cases of programs
 
@@ -37,19 +37,25 @@ def read_data(source: str) -> list[Row]:
     path = Path(source)
     if path.is_dir():
         return _read_folder(path)
+    suffixes = suffixes_of(path)
     try:
-        if path.suffix == ".parquet":
+        if suffixes == [".parquet"]:
             return _read_parquet(path)
         text = _read_text(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the data {source}: {brief(error)} ({_EXPECTED})") from error
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    return _FORMATS.get(suffix, _rows_of_json)(text, source)
+    return _FORMATS.get(suffixes[0], _rows_of_json)(text, source)
+
+
+def suffixes_of(path: Path) -> list[str]:
+    """The last suffix of a file's name, and the suffix before ``.gz``, in lower case."""
+    suffix, before = path.suffix.lower(), Path(path.stem).suffix.lower()
+    return [before, suffix] if suffix == ".gz" else [suffix]
 
 
 def _read_text(path: Path) -> str:
     """The text of a file, with its line breaks as they are: a field of a CSV file may have some."""
-    if path.suffix != ".gz" or not path.is_file():
+    if suffixes_of(path)[-1] != ".gz" or not path.is_file():
         return read_text(path, newline="")
     try:
         return read_text(path, newline="", content=gzip.decompress(path.read_bytes()))
@@ -64,19 +70,40 @@ def _rows_of_json(text: str, source: str) -> list[Row]:
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also cut at U+2028 within a text
         if line.strip():
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except (ValueError, RecursionError) as error:  # also of numbers too long and lists too deep
-                raise ValueError(f"{source}, line {number} is not JSON: {error}") from error
+                raise ValueError(f"{source}, line {number} is not JSON: {error} ({_EXPECTED})") from error
             rows.append(require_object(row, f"{source}, line {number}"))
     return rows
 
 
 def _rows_of_array(text: str, source: str) -> list[Row]:
     try:
-        elements = json.loads(text)
+        elements = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} begins with [ and is not one JSON array: {error}") from error
     return [require_object(row, f"{source}, element {i} of the array") for i, row in enumerate(elements)]
+
+
+def parse_json(text: str) -> Any:
+    """The value of a text.
+
+    Raises:
+        ValueError: it is not JSON, or has a key twice in an object: Python would drop the first value.
+    """
+    return _DECODER.decode(text)
+
+
+def _with_unlike_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice, and one value would be lost")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_with_unlike_keys)
 
 
 def require_object(row: Any, where: str) -> Row:
@@ -121,12 +148,17 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def parquet_file(path: Path) -> Any:
-    """pyarrow's ``ParquetFile``. Raises ValueError where pyarrow is missing."""
+    """pyarrow's ``ParquetFile``. Raises ValueError where pyarrow is missing, and for columns of the same name."""
     try:
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as error:
         raise ValueError("parquet needs `pip install pyarrow`") from error
-    return ParquetFile(path)
+    file = ParquetFile(path)
+    names = file.schema_arrow.names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        file.close()
+        raise ValueError(f"it has two columns {twice[0]!r}: rename one")
+    return file
 
 
 def _read_folder(path: Path) -> list[Row]:

@@ -15,7 +15,7 @@ from rlft_fast.trainer.prompts.chat import Conversation, Rendered, Tokenizer, re
 from rlft_fast.trainer.prompts.formats import Row
 from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages, folder_of, row_images
 from rlft_fast.trainer.prompts.limits import Limits
-from rlft_fast.trainer.prompts.messages import Message, find_mistake, is_plain
+from rlft_fast.trainer.prompts.messages import Message, are_written, find_mistake, is_plain
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, prompt_column, read_sets
 from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, uncollected
 
@@ -211,7 +211,7 @@ class PromptReader:
 
     def read(self, found: RowSet) -> list[ReadPrompt]:
         """The prompts of a set."""
-        _check_rows(found, self.column, takes_images=self.image_reader is not None)
+        _check_rows(found, self.column, takes_images=self.image_reader is not None, chat=self.config.chat)
         reading = (self._read(found.number(i), row, found.source) for i, row in enumerate(found.rows))
         with self.limits.many():
             prompts = [*encode_rows(self.tokenizer, reading)]
@@ -325,7 +325,7 @@ def _in_json(value: Any) -> Any:
     return zlib.crc32(value) if isinstance(value, bytes) else type(value).__name__
 
 
-def _check_rows(found: RowSet, column: str, *, takes_images: bool) -> None:
+def _check_rows(found: RowSet, column: str, *, takes_images: bool, chat: bool) -> None:
     rows, name = found.rows, found.source
 
     def named(places: Iterable[int]) -> str:
@@ -340,6 +340,12 @@ def _check_rows(found: RowSet, column: str, *, takes_images: bool) -> None:
         raise ValueError(
             f"{name}: {named(other)} have a {column!r} that is neither a text nor a list of messages with role "
             f"and content or tool_calls, for example {brief(repr(rows[other[0]][column]))}"
+        )
+    if chat and (written := [i for i, row in enumerate(rows) if are_written(row[column])]):
+        raise ValueError(
+            f"{name}: {named(written)} have a {column!r} that is a text with messages in it, for example "
+            f"{brief(repr(rows[written[0]][column]), 200)}: the model would read their brackets, too. JSON lines and "
+            "parquet hold messages as lists; CSV does not (data.chat: false sends texts as they are)"
         )
     known = (column, *(COLUMNS if takes_images else ()))
     in_prompts = {i: kind for i, row in enumerate(rows) if (kind := find_media(row[column], takes_images=takes_images))}

@@ -1,6 +1,7 @@
 """Messages: what they may hold, and the form in which a chat template takes them."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,11 +15,17 @@ _PLAIN = {"role", "content"}
 _RESULTS = ("tool", "ipython")  # roles whose content some templates write as JSON
 _MARK = "marked"  # stands for the words of a part; a plain word, which templates leave as it is
 _SHOWN = 200  # characters of a value in a message
+_WRITTEN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 
 
 def is_plain(message: Message) -> bool:
     """Whether a message has a role and a text alone, as most messages have."""
     return message.keys() == _PLAIN and isinstance(message["content"], str)
+
+
+def are_written(value: Any) -> bool:
+    """Whether a value is a text that looks like messages in JSON or in Python: CSV holds texts alone."""
+    return isinstance(value, str) and _WRITTEN.match(value) is not None
 
 
 def find_mistake(messages: list[Message]) -> str | None:

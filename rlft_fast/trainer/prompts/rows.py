@@ -63,7 +63,7 @@ def with_prompts(sets: list[RowSet], column: str, template: str | None) -> list[
     """The rows with prompts that the template makes of them; None: they have prompts."""
     if template is None:
         return sets
-    render = compile_template(template, "data.template")
+    render = compile_template(template, "data.template", writes_null=False)
     return [found._replace(rows=[*_prompted(found, column, render)]) for found in sets]
 
 

@@ -4,7 +4,6 @@ Memory holds where each row begins, in 8 bytes. The order of the rows is that of
 its data has the numbers of a run that loads them.
 """
 
-import json
 import threading
 import zlib
 from array import array
@@ -20,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import DataConfig
 from rlft_fast.errors import RunError, StepError, brief
-from rlft_fast.trainer.prompts.formats import Row, parquet_file, require_object
+from rlft_fast.files import require_no_utf16
+from rlft_fast.trainer.prompts.formats import Row, parquet_file, parse_json, require_object, suffixes_of
 from rlft_fast.trainer.prompts.loading import PromptReader, Prompts, ReadPrompt, checksum, prompts_of
 from rlft_fast.trainer.prompts.rows import RowSet, Stream, prompt_column, with_prompts
 
@@ -128,12 +128,13 @@ class _RowFile(Protocol):
 
 def _open(source: str) -> _RowFile:
     path = Path(source)
-    if not path.is_file() or path.suffix in (".gz", ".csv", ".tsv"):
+    suffix = suffixes_of(path)[-1]
+    if not path.is_file() or suffix in (".gz", ".csv", ".tsv"):
         raise ValueError(
             f"data.streaming reads files of JSON lines and of parquet, and {source} is none: leave data.streaming out"
         )
     try:
-        file = _ParquetFile(path) if path.suffix == ".parquet" else _LinesFile(path)
+        file = _ParquetFile(path) if suffix == ".parquet" else _LinesFile(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot stream the data {source}: {brief(error)}") from error
     if not len(file):
@@ -170,8 +171,10 @@ class _LinesFile(_Unchanged):
         starts, place, self.checksum = array("q"), 0, 0
         with path.open("rb") as file:
             for line in file:
-                if not place and line.removeprefix(_BOM).lstrip().startswith(b"["):
-                    raise ValueError("it is a JSON array: write each row into a line of its own")
+                if not place:
+                    require_no_utf16(line)
+                    if line.removeprefix(_BOM).lstrip().startswith(b"["):
+                        raise ValueError("it is a JSON array: write each row into a line of its own")
                 if line.strip():
                     starts.append(place)
                 place += len(line)
@@ -190,9 +193,11 @@ class _LinesFile(_Unchanged):
         file.seek(int(self._starts[number]))
         where = f"{self.source}: row {number} (counted from 0)"
         try:
-            row = json.loads(file.readline().decode("utf-8-sig"))
+            row = parse_json(file.readline().decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where} is no UTF-8 ({error.reason}): save the file in UTF-8") from error
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is not JSON: {error}") from error
+            raise ValueError(f"{where} is not JSON: {error} (each row stands in a line of its own)") from error
         return require_object(row, where)
 
 

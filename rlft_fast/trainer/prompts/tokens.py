@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
-from rlft_fast.errors import without_panics
+from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.prompts.chat import Tokenizer
 
 T = TypeVar("T")
@@ -148,6 +148,10 @@ def _encode_one(tokenizer: Tokenizer, text: str) -> list[int] | Exception:
     try:
         with without_panics():
             return tokenizer.encode(text, add_special_tokens=False)
+    except TypeError as error:  # half of a pair such as \ud83d\ude00, which JSON can name
+        failed = TypeError(f"it is no text that can be tokenized: {brief(repr(text))}")
+        failed.__cause__ = error
+        return failed
     except Exception as error:  # tokenizers has no error of its own
         return error
 

@@ -27,6 +27,7 @@ from rlft_fast.trainer.prompts import (
     PromptImages,
     Row,
     RowSet,
+    are_written,
     conversation_of,
     encode_rows,
     find_media,
@@ -262,6 +263,11 @@ class Reader:
         """
         if not self.config.chat and isinstance(prompt, str):
             return (yield from self.told(row, prompt, _require_text("answer", answer)))
+        for text in (prompt, answer):
+            if are_written(text):
+                raise ValueError(f"messages must be a list, and not a text such as {brief(repr(text), 200)}")
+        if isinstance(answer, str) and not answer.strip():
+            raise ValueError("its answer is empty: leave the row out")
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         if not isinstance(asked, list) or not isinstance(said, list):

@@ -277,7 +277,7 @@ def test_tools_and_variables_of_a_row(written, tmp_path, tokenizer):
         ("qwen2_5", {"chat_template_kwargs": {"enable_thinking": False}}, {}, "it does not read 'enable_thinking'"),
         (ECHO, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, {}, "chat_template is no variable for"),
         (ECHO, {}, {"messages": []}, "messages is no variable for chat_template_kwargs or data.template_kwargs"),
-        ("qwen3", {"tools": ["add"]}, {}, "JSON schema"),
+        ("qwen3", {"tools": ["add"]}, {}, "its column tools must be a list of JSON schemas, got 'add' in it"),
         ("qwen3", {"tools": {"a": 1}}, {}, "its column tools must be a list, got {'a': 1}: rename another column"),
         ("qwen3", {"tools": "[{"}, {}, "its column tools is a text that is not JSON"),
     ],

@@ -95,12 +95,35 @@ def test_messages_of_parquet_are_those_of_json(tmp_path):
         ("a.csv.gz", gzip.compress(999 * b"a,b\n", mtime=0)[:-12], r"a\.csv\.gz: its compressed text is damaged: "),
         ("a.parquet", b"a,b\n", r"cannot read the data .*a\.parquet: Parquet .*\(expected JSON lines .* a file \.csv"),
         ("a.bin", b"PAR1\0", r"a\.bin: it has zero bytes"),
+        (
+            "a.txt",
+            b"Hello\n",
+            r"a\.txt, line 1 is not JSON: Expecting value.*\(expected JSON lines in UTF-8 with one row",
+        ),
+        ("a.json", b'{\n "a": 1\n}\n', r"a\.json, line 1 is not JSON: .*\(expected .* with one row each"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1, "a": 2}\n', r"a\.jsonl, line 2 is not JSON: an object has the key 'a' twice"),
+        ("a.json", b'[{"a": {"b": 1, "b": 1}}]', r"a\.json begins with .* an object has the key 'b' twice"),
     ],
 )
 def test_unreadable_files(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_data(str(tmp_path / name))
+
+
+def test_columns_of_the_same_name_in_parquet(tmp_path):
+    """Python would drop the first one."""
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=["prompt", "prompt"]), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: it has two columns 'prompt': rename one"):
+        read_data(str(tmp_path / "a.parquet"))
+
+
+def test_suffixes_in_capitals(tmp_path):
+    for name in ("rows.csv", "rows.parquet"):
+        WRITERS.get(name, write_parquet)(tmp_path / name.upper())
+    (tmp_path / "ROWS.JSONL.GZ").write_bytes(gzip.compress(json.dumps(ROWS).encode()))
+    assert [read_data(str(tmp_path / name)) for name in ("ROWS.CSV", "ROWS.PARQUET", "ROWS.JSONL.GZ")] == [ROWS] * 3
 
 
 def test_a_long_field_of_csv(tmp_path):

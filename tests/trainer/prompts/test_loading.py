@@ -282,6 +282,12 @@ LONG = "x" * 65
         ('{"prompt": "a", "x": ' + 200_000 * "[" + "\n", {}, "line 1 is not JSON: "),
         (f'{{"prompt": "a", "x": {9999 * "1"}}}\n', {}, "line 1 is not JSON: Exceeds the limit"),
         ('{"prompt": "a"}\n', {"chat": True}, r"chat template cannot be applied to row 0 .*data.chat: false"),
+        (
+            json.dumps({"prompt": json.dumps([{"role": "user", "content": "a"}])}), {"chat": True},
+            r"rows 0 .* have a 'prompt' that is a text with messages in it, for example '\[{",
+        ),
+        ('{"q": [{"role": "user"}]}\n', {"chat": True, "template": "{{ q }}"}, "rows 0 .* a text with messages in it"),
+        ('{"q": null}\n', {"template": "{{ q }}"}, "cannot be applied to row 0 .*it writes a value that is null"),
     ],
 )  # fmt: skip
 def test_unusable_rows(text, options, message, tmp_path, tokenizer):

@@ -113,3 +113,19 @@ def test_rows_and_files_that_cannot_be_used(tmp_path, tokenizer):
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=words):
             stream_prompts(DataConfig(path=str(tmp_path / name), streaming=True), tokenizer, 64)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a", "prompt": "b"}\n', r"row 0 .* is not JSON: an object has the key 'prompt' twice"),
+        (b'{\n "prompt": "a"\n}\n', r"row 0 .* is not JSON: .*\(each row stands in a line of its own\)"),
+        (b'{"prompt": "\xe4"}\n', r"row 0 .* is no UTF-8 \(invalid continuation byte\): save the file in UTF-8"),
+        ('{"prompt": "a"}\n'.encode("utf-16"), "cannot stream .*: it is a text in UTF-16 or UTF-32: save it in UTF-8"),
+    ],
+)
+def test_lines_that_cannot_be_read(content, message, tmp_path, tokenizer):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    config = DataConfig(path=str(tmp_path / "rows.jsonl"), chat=False, streaming=True)
+    with pytest.raises(ValueError, match=message):
+        stream_prompts(config, tokenizer, 64)

@@ -81,6 +81,10 @@ def test_a_batch_asks_for_the_taught_tokens(tokenizer, tmp_path):
             r"it has no 'messages', no 'prompt' with 'completion', and no 'text'; its columns are \['pro",
         ),
         ({"text": 3}, "its 'text' must be a text, got 3"),
+        ({"text": "a\ud83d"}, r"it is no text that can be tokenized: 'a\\ud83d'"),
+        ({"prompt": "a", "completion": " "}, "its answer is empty: leave the row out"),
+        ({"prompt": json.dumps(say("a?")), "completion": "b"}, "messages must be a list, and not a text such as "),
+        ({"messages": say("a?", "b"), "tools": [{"type": "function"}]}, "a tool must have a name, got {'type': 'func"),
         ({"text": ""}, "its text becomes no token"),
         (
             {"text": "a" * 99},
