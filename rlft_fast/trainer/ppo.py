@@ -160,7 +160,8 @@ class PPOTrainer:
         batch = build_batch(taught, prompts.token_ids, greedy, images)
         batch = self._infer(self.objective.normalized(batch, samples.reward_B[samples.has_reward_B]))
         metrics = rollout_metrics(samples, batch, len(with_signal)) | self.collector.metrics(collected)
-        metrics |= staleness_metrics(samples, step + 1) if self.config.rollout.max_staleness else {}
+        if max_staleness := self.config.rollout.max_staleness:
+            metrics |= staleness_metrics(samples, step + 1, max_staleness)
         prepare = partial(self.objective.prepare, batch, _seed(self.config, step))
         batch = self.world.together(prepare, AdvantageError)
         metrics |= self.objective.after_rollout(metrics, len(taught))

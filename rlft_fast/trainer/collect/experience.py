@@ -255,15 +255,24 @@ def _means_of_episodes(samples: Samples) -> dict[str, float]:
     return means
 
 
-def staleness_metrics(samples: Samples, version: int) -> dict[str, float]:
+def staleness_metrics(samples: Samples, version: int, max_staleness: int) -> dict[str, float]:
     """How many updates older the weights are that sampled a token than the weights that the update begins with.
 
     Args:
         samples: of a step.
         version: of the weights that the update begins with.
+        max_staleness: largest number of updates.
+
+    Returns:
+        Mean and maximum over the sampled tokens. ``staleness_share_0``, ``staleness_share_1``, ... are the shares of
+        tokens whose weights are so many updates old.
     """
-    stale_T = version - samples.weight_version_T[samples.is_sampled_T].double()
-    return {"staleness_mean": float(stale_T.mean()), "staleness_max": float(stale_T.max())} if len(stale_T) else {}
+    stale_T = version - samples.weight_version_T[samples.is_sampled_T].long()
+    if not len(stale_T):
+        return {}
+    count_S = stale_T.bincount(minlength=max_staleness + 1).tolist()
+    shares = {f"staleness_share_{updates}": count / len(stale_T) for updates, count in enumerate(count_S)}
+    return {"staleness_mean": float(stale_T.double().mean()), "staleness_max": float(stale_T.max()), **shares}
 
 
 def early_stop_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, float]:

@@ -174,13 +174,15 @@ def test_a_run(served, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     mixed = 0
-    for step in range(1, 7):
+    rows = read_lines(tmp_path / "run/metrics.jsonl")
+    for step, row in enumerate(rows, 1):
         kept = read_rollout(tmp_path / "run", step)
         age_T = step - kept["weight_version_T"]
         assert 0 <= age_T.min() <= age_T.max() <= 2
+        for age in range(3):
+            assert row[f"staleness_share_{age}"] == pytest.approx((age_T == age).double().mean().item())
         mixed += sum(len(own.unique()) > 1 for own in age_T.split(kept["length_B"].tolist()))
     assert mixed
-    rows = read_lines(tmp_path / "run/metrics.jsonl")
     assert rows[0]["staleness_max"] == 0
     assert rows[0]["mismatch_max"] < 1e-3
     train(toy_config(served.model, tmp_path / "in turn", steps=6))

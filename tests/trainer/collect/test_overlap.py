@@ -61,7 +61,9 @@ def test_latencies_change_no_number(overlapped):
     slow = overlapped("slow", 2, lambda number: (0.15, 0.0, 0.05)[number % 3], steps=6)
     assert comparable(slow) == comparable(fast)
     assert read_lines(slow / "samples.jsonl") == read_lines(fast / "samples.jsonl")
-    assert [row["staleness_max"] for row in read_lines(fast / "metrics.jsonl")] == [0, 1, 2, 1, 2, 1]
+    lines = read_lines(fast / "metrics.jsonl")
+    assert [row["staleness_max"] for row in lines] == [0, 1, 2, 1, 2, 1]
+    assert [[row[f"staleness_share_{age}"] for age in range(3)].index(1.0) for row in lines] == [0, 1, 2, 1, 2, 1]
     rows = read_lines(fast / "samples.jsonl")
     assert [row["weight_version"] for row in rows[::16]] == [1, 1, 1, 3, 3, 5]
 

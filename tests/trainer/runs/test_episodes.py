@@ -237,6 +237,9 @@ def test_episodes_go_on_with_new_weights(config, tmp_path, monkeypatch):
     assert [line["staleness_max"] <= 2 and 1 < line["turns_mean"] <= 3 for line in lines] == [True] * 6
     mixed = [line for line in lines if line["staleness_mean"] != int(line["staleness_mean"])]
     assert mixed  # a step has tokens of several versions
+    for line in lines:
+        share_S = [line[f"staleness_share_{age}"] for age in range(3)]
+        assert (sum(share_S), share_S[1] + 2 * share_S[2]) == pytest.approx((1.0, line["staleness_mean"]))
     train(config("in_turn", steps=6))
     asked = lambda rows: [(row["step"], row["prompt"]) for row in rows]  # noqa: E731
     assert asked(rows) == asked(read_lines(tmp_path / "in_turn/samples.jsonl"))
