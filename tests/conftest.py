@@ -13,8 +13,6 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support.machine.workers import ForkedWorkers
-
 # A busy machine makes single examples slow, which is no failure.
 hypothesis.settings.register_profile("rlft_fast", deadline=None)
 hypothesis.settings.load_profile("rlft_fast")
@@ -31,8 +29,6 @@ if not torch.cuda.is_available():
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "run one in N of the variants of each test, always the same and at least one, and no test marked long"
     parser.addoption("--thin", type=int, metavar="N", help=help)
-    help = "run files in N processes, forked when the tests are collected; a GPU's machine takes -n N of pytest-xdist"
-    parser.addoption("--forks", type=int, metavar="N", help=help)
     parser.addoption("--threads", type=int, default=1, metavar="N", help="threads of each process of a test")
 
 
@@ -44,10 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
     threads = config.getoption("threads")
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if count := config.getoption("forks"):
-        if torch.cuda.is_available():
-            raise pytest.UsageError("--forks: a fork cannot use a GPU that an import may have begun to use; take -n")
-        config.pluginmanager.register(ForkedWorkers(count))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,7 +83,7 @@ def spread(items: Sequence[pytest.Item], n: int) -> list[pytest.Item]:
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Files with a test marked ``first``, files that start processes, then the others, each by their number of tests.
 
-    The last files of a run should be short: a file is run by one process, and the others then wait for it.
+    The last files of a run should be short: xdist gives a file to one process, and the others then wait for it.
     """
     files = defaultdict(list)
     for item in items:
@@ -105,7 +97,7 @@ def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Makes most variants of a test marked ``thin`` slow and long. Applies ``--thin`` to what is selected.
 
-    Orders the files for several processes. xdist keeps the order with ``--no-loadscope-reorder``.
+    Orders the files for the processes of xdist, which keeps the order with ``--no-loadscope-reorder``.
     """
     thin = defaultdict(list)
     for item in items:
@@ -122,7 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(spread([item for item in items if not item.get_closest_marker("long")], n))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
-    if config.getoption("forks") or hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
         items[:] = longest_first(items)
 
 
