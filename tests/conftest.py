@@ -126,11 +126,17 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def processes_to_be_forked() -> None:
+def processes_to_be_forked(request: pytest.FixtureRequest) -> None:
     """Forked now, with all that the tests import, and before a test begins a thread."""
     distributed = sys.modules.get("tests.support.machine.distributed")
     if distributed is not None and distributed.FORKS:  # some test has imported it
-        distributed.begin_to_fork()
+        imports = []
+        if any(item.get_closest_marker("vllm") for item in request.session.items):
+            from rlft_fast.rollout.vllm.colocated import set_environment
+
+            set_environment()  # which vLLM reads on import
+            imports = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.gpu_model_runner"]
+        distributed.begin_to_fork(*imports)
 
 
 @pytest.fixture(scope="session")

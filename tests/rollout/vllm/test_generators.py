@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,11 +21,10 @@ import yaml
 from torch import Tensor
 from transformers import AddedToken
 
-from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine, Piece
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span, build_rollout
+from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span
 from rlft_fast.rollout.types import draw_seeds, make_requests
 from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.rollout.vllm.requests import completion_of, vllm_requests
@@ -40,21 +37,15 @@ from tests.support.runs.vllm_rollouts import (
     SAMPLED,
     SMALL,
     check_logprobs,
+    kill_generator,
     make_engine,
+    make_rollout,
     needs_vllm,
     sample,
     update,
 )
 from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
-
-
-def make_rollout(engine: FSDPEngine, structured: dict | None = None, **vllm) -> Rollout:
-    config = RolloutConfig(
-        backend="vllm", vllm=VLLMConfig(**SMALL | vllm), batch_size=32, structured=structured or {},
-        **({"top_k": 6} if structured else {"stop": ("XY",)}),
-    )  # fmt: skip
-    return build_rollout(engine, load_tokenizer(engine.path), config, max_sequence_tokens=256)
 
 
 def check_supports(engine: FSDPEngine, rollout: Rollout, prompts: list[list[int]]) -> None:
@@ -270,13 +261,6 @@ def separate(rank: int, path: Path) -> None:
         rollout.sync()
     for _ in range(2):
         rollout.close()
-
-
-def kill_generator() -> None:
-    """Kills the process of vLLM, as the kernel does when memory is short."""
-    children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    (core,) = (p for p in children if "EngineCore" in " ".join(p.cmdline()))
-    os.kill(core.pid, signal.SIGKILL)
 
 
 def corrupt_next_piece(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,115 +3,34 @@
 import asyncio
 import contextlib
 import http.server
-import importlib.util
 import inspect
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-import yaml
 
-from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import Piece
-from rlft_fast.models import load_tokenizer
-from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, build_rollout
+from rlft_fast.rollout import RolloutError, SamplingParams
 from rlft_fast.rollout.vllm import asking as asking_servers
 from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.rollout.vllm.nccl_sender import AllServers
 from tests.support.machine.distributed import run_distributed
-from tests.support.runs.vllm_rollouts import HEADS, PROMPTS, SMALL, check_logprobs, make_engine, sample, update
+from tests.support.runs.servers import TOKEN, free_port, rollout_of
+from tests.support.runs.vllm_rollouts import HEADS, OF_VLLM, PROMPTS, check_logprobs, make_engine, sample, update
 from tests.support.tiny_models import save_tiny_model
-from tests.trainer.toy import read_lines, toy_values
+from tests.trainer.toy import read_lines
 
-TOKEN = "a secret of the tests"
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM: make install-vllm"),
-]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Served:
-    """The servers of the tests: their files, their URLs and their processes."""
-
-    def __init__(self, folder: Path, count: int = 2) -> None:
-        self.model = save_tiny_model("qwen2-tied", folder / "tied", **HEADS)
-        values = toy_values(self.model, folder, steps=2)
-        values["rollout"] |= {
-            "backend": "vllm", "vllm": SMALL | {"check_weights": True}, "batch_size": 32,
-            "max_prompt_tokens": 56, "max_new_tokens": 200,
-        }  # fmt: skip
-        values["actor"]["max_tokens"] = 1024
-        self.values = values
-        self.config = folder / "config.yaml"
-        self.config.write_text(yaml.safe_dump(values))
-        self.ports = [free_port() for _ in range(count)]
-        self.processes: list[subprocess.Popen] = [self.start(port) for port in self.ports]
-        for port in self.ports:
-            self.wait(port)
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return tuple(f"http://127.0.0.1:{port}" for port in self.ports)
-
-    def start(self, port: int) -> subprocess.Popen:
-        command = [sys.executable, "-m", "rlft_fast", "serve", str(self.config), "--port", str(port)]
-        environment = {**os.environ, "VLLM_API_KEY": TOKEN, "OMP_NUM_THREADS": "1"}
-        with open(self.config.with_name(f"server-{port}.log"), "w") as log:
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-
-    def wait(self, port: int) -> None:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                return
-            except OSError:
-                time.sleep(0.2)
-        raise AssertionError(self.config.with_name(f"server-{port}.log").read_text()[-3000:])
-
-    def kill(self, place: int) -> None:
-        """Kills the processes of a server, as when its machine is lost."""
-        with contextlib.suppress(ProcessLookupError):  # the tests may have killed it
-            os.killpg(self.processes[place].pid, signal.SIGKILL)
-        self.processes[place].wait()
-
-    def close(self) -> None:
-        for place in range(len(self.processes)):
-            self.kill(place)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[Served]:
-    os.environ["VLLM_API_KEY"] = TOKEN
-    servers = Served(tmp_path_factory.mktemp("served"))
-    yield servers
-    servers.close()
-    del os.environ["VLLM_API_KEY"]
-
-
-def rollout_of(engine, urls: tuple[str, ...]) -> Rollout:
-    vllm = VLLMConfig(**SMALL, check_weights=True)
-    config = RolloutConfig(backend="vllm", vllm=vllm, batch_size=32, servers=urls)
-    return build_rollout(engine, load_tokenizer(engine.path), config, max_sequence_tokens=256)
+pytestmark = OF_VLLM
 
 
 def two_ranks(rank: int, model: Path, urls: tuple[str, ...]) -> None:
@@ -245,11 +164,9 @@ def killed(rank: int, model: Path, urls: tuple[str, ...], pids: tuple[int, ...])
 @pytest.mark.long
 def test_a_lost_server_loses_no_sample(served):
     run_distributed(killed, 1, served.model, served.urls, tuple(process.pid for process in served.processes))
-    for place, port in enumerate(served.ports):
+    for place in range(len(served.processes)):
         served.kill(place)
-        served.processes[place] = served.start(port)
-    for port in served.ports:
-        served.wait(port)
+    served.start_lost()
     run_distributed(two_ranks, 2, served.model, served.urls)  # with the new servers
 
 

@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,10 +24,13 @@ _IMPORTED = ("peft", "tests.support.tiny_models", "rlft_fast.trainer.launch")  #
 _forking: Connection | None = None
 
 
-def begin_to_fork() -> None:
+def begin_to_fork(*imports: str) -> None:
     """Forks a process that forks all others: it has imported what this process has imported, and no test has run in it.
 
     Imports take seconds. A process in which tests have run must not be forked: torch has threads by then.
+
+    Args:
+        imports: modules that many of the tests import in the processes that are forked.
     """
     global _forking
     _forking, other = multiprocessing.Pipe()
@@ -36,13 +39,13 @@ def begin_to_fork() -> None:
         return
     try:
         _forking.close()  # so that the pipe ends with the tests
-        _fork_on_request(other)
+        _fork_on_request(other, imports)
     finally:
         os._exit(0)
 
 
-def _fork_on_request(connection: Connection) -> None:
-    for name in _IMPORTED:
+def _fork_on_request(connection: Connection, imports: Sequence[str]) -> None:
+    for name in (*_IMPORTED, *imports):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     with contextlib.suppress(ImportError, AttributeError):  # tests of the ops have torch alone

@@ -1,24 +1,32 @@
 """What the tests of vLLM's generators share: a policy, prompts, and log-probabilities beside the engine's."""
 
 import importlib.util
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from rlft_fast.config import EngineConfig, OptimizerConfig
+from rlft_fast.config import EngineConfig, OptimizerConfig, RolloutConfig, VLLMConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
+from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import PolicyLoss
-from rlft_fast.rollout import Rollout, SamplingParams
+from rlft_fast.rollout import Rollout, SamplingParams, build_rollout
+
+OF_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM: make install-vllm"),
+]
 
 
 def needs_vllm(test: Callable) -> Callable:
-    missing = importlib.util.find_spec("vllm") is None
-    marks = (pytest.mark.vllm, pytest.mark.slow, pytest.mark.skipif(missing, reason="no vLLM: make install-vllm"))
-    for mark in marks:
+    for mark in OF_VLLM:
         test = mark(test)
     return test
 
@@ -34,6 +42,21 @@ HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, 
 def make_engine(path: Path, **options) -> FSDPEngine:
     config = EngineConfig(max_tokens=1024, optimizer=OptimizerConfig(learning_rate=2e-2), **options)
     return FSDPEngine(str(path), config, num_training_steps=10, temperature=0.7).initialize()
+
+
+def make_rollout(engine: FSDPEngine, structured: dict | None = None, **vllm) -> Rollout:
+    config = RolloutConfig(
+        backend="vllm", vllm=VLLMConfig(**SMALL | vllm), batch_size=32, structured=structured or {},
+        **({"top_k": 6} if structured else {"stop": ("XY",)}),
+    )  # fmt: skip
+    return build_rollout(engine, load_tokenizer(engine.path), config, max_sequence_tokens=256)
+
+
+def kill_generator() -> None:
+    """Kills the process of vLLM, as the kernel does when memory is short."""
+    children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    (core,) = (p for p in children if "EngineCore" in " ".join(p.cmdline()))
+    os.kill(core.pid, signal.SIGKILL)
 
 
 def update(engine: FSDPEngine, seed: int) -> None:

@@ -21,23 +21,13 @@ from rlft_fast.rollout import Completion, Rollout, RolloutError, SamplingParams
 from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.run import read_rollout
 from rlft_fast.trainer import train
-from tests.rollout.vllm.test_generators import kill_generator, make_rollout
-from tests.rollout.vllm.test_servers import TOKEN, Served, pytestmark, rollout_of
 from tests.support.machine.distributed import run_distributed
-from tests.support.runs.vllm_rollouts import PROMPTS, make_engine, update
+from tests.support.runs.servers import TOKEN, rollout_of
+from tests.support.runs.vllm_rollouts import OF_VLLM, PROMPTS, kill_generator, make_engine, make_rollout, update
 from tests.trainer.toy import read_lines, toy_config
 
-__all__ = ["pytestmark"]
+pytestmark = OF_VLLM
 LONG = SamplingParams(n=6, max_new_tokens=200, temperature=0.7)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[Served]:
-    os.environ["VLLM_API_KEY"] = TOKEN
-    servers = Served(tmp_path_factory.mktemp("served"))
-    yield servers
-    servers.close()
-    del os.environ["VLLM_API_KEY"]
 
 
 class Policies:
@@ -235,5 +225,5 @@ def killed(rank: int, model: Path, urls: tuple[str, ...], pids: tuple[int, ...])
 
 @pytest.mark.dist
 def test_servers_that_die_while_they_are_paused(served):
-    """The last test: no server is left."""
+    """In the last module that has servers, and its last test: no server is left."""
     run_distributed(killed, 1, served.model, served.urls, tuple(process.pid for process in served.processes))
