@@ -54,6 +54,7 @@ def generators_of(run: subprocess.Popen) -> list[psutil.Process]:
     return [p for p in found if str(run.pid) in ancestry(p.pid) and p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.long  # the next test kills a generator, and test_updates_in_flight.py one of two servers
 def test_a_run_outlives_its_generators(tmp_path):
     """kill -9 of a generator's server, or of its engine, at random moments; once no generator is left."""
     values = toy_values(save_tiny_model("llama", tmp_path / "model", **HEADS), tmp_path, steps=STEPS)
