@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -151,6 +152,13 @@ class SampleSource:
         rollout, count = self.rollout, self.config.rollout.prompts_per_step
         assert isinstance(rollout, Rollout)  # also beside the workers of a cluster
         rollout.restarts = False
+        if self.config.algorithm.rollout_correction == "none":  # as in the configuration of a run without max_staleness
+            warnings.warn(
+                f"algorithm.rollout_correction is none, so the loss does not weigh what up to "
+                f"{self.config.rollout.max_staleness} updates change between sampling and training: "
+                f"token-truncate does",
+                stacklevel=2,
+            )
         num_groups, num_threads = 1, 1
         if self._is_in_flight:
             num_groups, num_threads = count, min(count * (1 + self.config.rollout.max_staleness), _MOST_GROUPS)

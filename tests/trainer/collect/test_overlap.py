@@ -68,6 +68,12 @@ def test_latencies_change_no_number(overlapped):
     assert [row["weight_version"] for row in rows[::16]] == [1, 1, 1, 3, 3, 5]
 
 
+def test_a_run_without_correction_says_so(overlapped):
+    """The configuration of a run in turn names no correction, and is taken for a run beside the training."""
+    with pytest.warns(UserWarning, match=r"rollout_correction is none.*up to 2 updates.*token-truncate does"):
+        overlapped("plain", 2, steps=1, algorithm__rollout_correction="none")
+
+
 def test_staleness_0_is_the_loop_in_turn(overlapped, tiny_model, tmp_path):
     """Its numbers are those of the policy that samples itself."""
     train(toy_config(tiny_model("llama"), tmp_path / "hf"))
