@@ -10,6 +10,7 @@ from transformers.utils import get_json_schema
 
 from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed
 from rlft_fast.envs.doors import find_tools
+from tests.support.machine.processes import assert_ends
 
 HERE = Path(__file__).with_name("players.py")
 
@@ -139,15 +140,7 @@ def test_threads_open_and_end_at_once(pool, monkeypatch):
     with ThreadPoolExecutor(5) as threads:
         pids = [pid for own in threads.map(play, range(5)) for pid in own]
     assert len({*pids}) == 5 * 2 * 4
-    deadline = time.monotonic() + 5
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+    assert_ends(pids)
 
 
 def test_each_class_has_its_own_limit():
@@ -204,7 +197,7 @@ def test_processes_that_an_environment_leaves_end_with_the_pool(pool):
     pid = int(strange.step({number: says("leave a process")})[number]["messages"][0]["content"])
     assert Path(f"/proc/{pid}").exists()
     strange.close()
-    assert not is_running(pid)
+    assert_ends([pid])
     (number,) = strange.open([""])  # a new worker
     assert strange.reset({number: {}}) == {number: {"messages": []}}
 

@@ -17,6 +17,7 @@ from rlft_fast.isolation.guard import MARK, Guard
 from rlft_fast.rewards import IsolatedReward
 from rlft_fast.rewards.isolated import _is_answer
 from rlft_fast.rewards.scoring import FAILED
+from tests.support.machine.processes import assert_ends, is_running
 
 HERE = Path(__file__).parent / "misbehaving.py"
 
@@ -126,8 +127,9 @@ def test_processes_in_sessions_of_their_own_end_with_their_worker(what, isolated
     with warnings.catch_warnings(action="ignore"):
         assert ask(reward, [f"{tmp_path / 'pids'} {what}"]) == [1.0 if what == "answer" else FAILED]
     pid = int((tmp_path / "pids").read_text().split()[0])
-    assert is_running(pid) == (what == "answer")
-    reward.close()
+    if what == "answer":
+        assert is_running(pid)
+        reward.close()
     assert_ends([pid])
     assert ask(isolated("count_calls", timeout_s=30.0), ["a"]) == [1.0]  # the trainer's own processes live
 
@@ -155,13 +157,6 @@ def wait_for_pids(path: Path) -> list[int]:
         assert time.perf_counter() < deadline
         time.sleep(0.05)
     return [int(pid) for pid in path.read_text().split()]
-
-
-def assert_ends(pids: list[int]) -> None:
-    deadline = time.perf_counter() + 5.0
-    while any(is_running(pid) for pid in pids) and time.perf_counter() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if is_running(pid)]
 
 
 def test_a_busy_worker_ends_with_its_killed_trainer(tmp_path):
@@ -199,14 +194,6 @@ def test_closing_ends_a_worker_that_is_busy(isolated, tmp_path):
 def test_a_function_can_terminate_its_processes(isolated):
     (seconds,) = ask(isolated("terminate_a_child", timeout_s=20.0), ["a"])
     assert seconds < 10
-
-
-def is_running(pid: int) -> bool:
-    """A zombie counts as ended: it stays in the process table until its new parent reaps it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_what_is_no_answer_costs_its_sample_alone(isolated):
