@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing import util
 from typing import IO
 
 MARK = "RLFT_FAST_WORKER"
 """A variable in the environment of a worker and its processes. Its value is the worker's own."""
 _ROUNDS = 20
+_EXEC_S = 0.05  # in which a process that is being started has no environment yet
 
 
 class Guard:
@@ -86,13 +88,17 @@ def end_worker(pid: int, mark: str) -> None:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
+    was_quiet = False
     for _ in range(_ROUNDS):  # a process that was found may have started another process meanwhile
         marked = _marked(f"{MARK}={mark}".encode())
         for found in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(found, signal.SIGKILL)
         if not marked:
-            return
+            if was_quiet:
+                return
+            time.sleep(_EXEC_S)
+        was_quiet = not marked
 
 
 def _marked(entry: bytes) -> list[int]:
