@@ -154,9 +154,9 @@ class SampleSource:
         rollout.restarts = False
         if self.config.algorithm.rollout_correction == "none":  # as in the configuration of a run without max_staleness
             warnings.warn(
-                f"algorithm.rollout_correction is none, so the loss does not weigh what up to "
+                "algorithm.rollout_correction is none, so the loss does not weigh what up to "
                 f"{self.config.rollout.max_staleness} updates change between sampling and training: "
-                f"token-truncate does",
+                "token-truncate does",
                 stacklevel=2,
             )
         num_groups, num_threads = 1, 1
