@@ -134,14 +134,14 @@ def _seconds_of(work: Workload) -> dict[str, float]:
 
 
 METHOD = """\
-{num_tokens} tokens in {num_samples} completions, {group_size} of each prompt. Lengths are those of
-[the step on the host](host.md). For each number of workers, seconds are those of the median step of three, and memory
-is that of one step more. While seconds are measured, the process keeps the memory that it frees, as the driver of a run
+{num_tokens} tokens in {num_samples} completions, {group_size} of each prompt. Completions are as long as in
+[the step on the host](host.md). For each number of workers, the median of three steps gives the seconds, and one more
+step gives the memory. While seconds are measured, the process keeps the memory that it frees, as the driver of a run
 does. The plan is a part of the dispatch. The update needs one dispatch; a step
-with inference, a reference and a critic dispatches the batch several times. Time of the network and of the workers is
-not in it. CPU seconds are those of the process, the kernel's included, with {threads} thread(s) of torch. Memory is the
-peak of the resident set during a stage, less the resident set before the step, when the samples were there; the store's
-own memory is not in it."""
+with inference, a reference and a critic dispatches the batch several times. The time of the network and of the workers
+is not counted. The CPU seconds are of the process, the kernel's included, with {threads} thread(s) of torch. Memory is
+the peak of the resident set during a stage, less the resident set before the step, when the samples were there; the
+store's own memory is not in it."""
 
 
 def write_report(costs: Sequence[Cost], output: Path) -> bool:
