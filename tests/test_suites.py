@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -163,7 +164,10 @@ def ci_run(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def start(**variables: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | variables
-        return subprocess.run([tmp_path / ".ci/run"], env=environment, capture_output=True, text=True, timeout=100)
+        return subprocess.run(
+            [tmp_path / ".ci/run"], env=environment, capture_output=True, text=True, timeout=100,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        )  # fmt: skip
 
     return start
 
