@@ -11,7 +11,7 @@ from tests.support.runs.curves import without_matplotlib
 from tests.support.tiny_models import save_tiny_model
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # before the runs that the tests of a module share
 def without_curves() -> Iterator[None]:
     """Runs draw no curve. A module whose tests draw defines this fixture anew."""
     with without_matplotlib():

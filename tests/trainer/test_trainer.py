@@ -17,7 +17,7 @@ from rlft_fast.data import Batch
 from rlft_fast.trainer import PPOTrainer, train
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
-from tests.trainer.toy import HERE, WORDS, comparable, even_share, read_lines, toy_config, write_rows
+from tests.trainer.toy import HERE, WORDS, comparable, even_share, read_lines, toy_config, train_in_process, write_rows
 
 GAE = {"algorithm__advantage": "gae", "critic": {"max_tokens": 64, "optimizer": {"learning_rate": 1e-2}}}
 
@@ -372,10 +372,6 @@ def test_seeds(model, tmp_path):
     assert runs[0] != runs[2]
 
 
-def train_here(rank: int, config: Config) -> None:
-    train(config)
-
-
 BY_ROUNDING = {
     "refills": {
         "algorithm": {"skip_equal_groups": True, "max_refills": 2, "mini_batches": 2},
@@ -400,7 +396,7 @@ def test_the_number_of_processes_changes_a_run_by_rounding(name, model, tmp_path
     """The same samples in the same order, whichever process drew them, also in refills; close numbers."""
     changes = BY_ROUNDING[name]
     for size in (1, 2):
-        run_distributed(train_here, size, toy_config(model, tmp_path / str(size), steps=3, **changes))
+        run_distributed(train_in_process, size, toy_config(model, tmp_path / str(size), steps=3, **changes))
     one, two = (tmp_path / size / "run" for size in ("1", "2"))
     assert read_lines(one / "samples.jsonl") == read_lines(two / "samples.jsonl")
     for alone, shared in zip(comparable(one), comparable(two), strict=True):

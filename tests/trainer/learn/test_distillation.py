@@ -15,7 +15,7 @@ from rlft_fast.trainer import PPOTrainer, train
 from rlft_fast.trainer.inputs import make_objective
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
-from tests.trainer.toy import comparable, read_lines, toy_config
+from tests.trainer.toy import comparable, read_lines, toy_config, train_in_process
 
 ALONE = {"algorithm__advantage": "none", "reward": {}}
 
@@ -140,15 +140,11 @@ def test_a_resumed_distillation_repeats_the_uninterrupted_run(model, teacher, tm
     assert weights[0] == weights[1]
 
 
-def train_here(rank: int, config) -> None:
-    train(config)
-
-
 @pytest.mark.dist
 def test_one_process_and_two_distil_the_same(model, teacher, tmp_path):
     for size in (1, 2):
         likely = {"teacher__loss": "topk", "teacher__top_k": 4}
-        run_distributed(train_here, size, config_of(model, tmp_path / str(size), teacher, steps=2, **likely))
+        run_distributed(train_in_process, size, config_of(model, tmp_path / str(size), teacher, steps=2, **likely))
     one, two = (tmp_path / size / "run" for size in ("1", "2"))
     assert read_lines(one / "samples.jsonl") == read_lines(two / "samples.jsonl")
     for alone, shared in zip(comparable(one), comparable(two), strict=True):

@@ -14,10 +14,9 @@ import pytest
 import torch
 import transformers
 
-from rlft_fast.trainer import train
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
-from tests.trainer.toy import comparable, toy_config
+from tests.trainer.toy import comparable, toy_config, train_in_process
 
 RECORDED = Path(__file__).with_name("same_numbers.json")
 TWICE = {"algorithm__mini_batches": 2, "algorithm__kl_coef": 0.01}
@@ -55,13 +54,9 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     world_size, changes = RUNS[name]
     folder.mkdir(parents=True)
     model = save_tiny_model("llama", folder / "model")
-    run_distributed(_train, world_size, model, folder, changes)
+    run_distributed(train_in_process, world_size, toy_config(model, folder, **changes))
     weights = (folder / "run" / "hf" / "model.safetensors").read_bytes()
     return {"metrics": comparable(folder / "run"), "weights": hashlib.sha256(weights).hexdigest()}
-
-
-def _train(rank: int, model: Path, folder: Path, changes: dict[str, Any]) -> None:
-    train(toy_config(model, folder, **changes))
 
 
 @pytest.mark.dist

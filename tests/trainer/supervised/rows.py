@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from rlft_fast.config import RunConfig, SFTConfig
 from rlft_fast.trainer import train
 from tests.support.machine.distributed import run_distributed
-from tests.trainer.toy import read_lines, with_changes, write_rows
+from tests.trainer.toy import read_lines, train_in_process, with_changes, write_rows
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -55,10 +55,6 @@ def encode(text: str) -> list[int]:
     return [alphabet.index("Ġ" if letter == " " else letter) for letter in text]
 
 
-def run_in_process(rank: int, config: RunConfig) -> None:
-    train(config)
-
-
 def assert_two_learn_what_one_learns(configs: Sequence[RunConfig], *, least_movement: float, tolerance: float) -> None:
     """Two processes move the weights as one process does, and log its numbers.
 
@@ -68,7 +64,7 @@ def assert_two_learn_what_one_learns(configs: Sequence[RunConfig], *, least_move
         tolerance: of the difference of weights beyond the rounding of a weight, relative to the largest movement.
     """
     train(configs[0])
-    run_distributed(run_in_process, 2, configs[1])
+    run_distributed(train_in_process, 2, configs[1])
     one, two = (load_file(f"{config.output_dir}/hf/model.safetensors") for config in configs)
     start = load_file(f"{configs[0].model}/model.safetensors")
     moved = max((one[name] - start[name]).abs().max() for name in one)
