@@ -1,11 +1,13 @@
 """The program in a process of its own: its help, the modules it loads, its messages and exit status."""
 
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import rlft_fast
 from rlft_fast.cli import COMMANDS, _report, _show_traceback, main
 from rlft_fast.errors import TRAIN_MODULES
+from tests.support.machine.distributed import start_processes
 
 ROOT = Path(rlft_fast.__file__).parents[1]
 
@@ -167,7 +170,22 @@ def test_bench_runs_benchmarks_passes_options_on_and_reports_failures(installed_
     assert not (installed_without_source / "no_benchmark").exists()
 
 
-def test_bench_shows_memory_and_the_reason_of_a_skip_in_120_columns(installed_without_source, monkeypatch):
+def run_bench(_: int, cwd: Path) -> None:
+    """In a forked process, which has torch already: to import it takes seconds."""
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("rlft_fast", "benchmarks"):
+            del sys.modules[name]
+    sys.path.insert(0, str(cwd))
+    os.chdir(cwd)
+    os.environ["COLUMNS"] = "200"  # of a wide terminal
+    sys.stdout = sys.stderr = (cwd / "output").open("w")
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        del os.environ[name]
+    sys.exit(importlib.import_module("rlft_fast.cli").main(["bench"]))
+
+
+@pytest.mark.dist
+def test_bench_shows_memory_and_the_reason_of_a_skip_in_120_columns(installed_without_source):
     folder = installed_without_source / "benchmarks"
     (folder / "support").mkdir(parents=True)
     for name in ("conftest.py", "support/harness.py"):
@@ -183,15 +201,14 @@ def test_bench_shows_memory_and_the_reason_of_a_skip_in_120_columns(installed_wi
         "        pytest.skip('ModuleNotFoundError: ' + 'a long reason ' * 20)\n"
         "    measured(benchmark, lambda: torch.ones(32 * 2**18).sum(), rounds=2)\n"
     )
-    monkeypatch.setenv("COLUMNS", "200")  # of a wide terminal
-    result = run_cli("bench", cwd=installed_without_source)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert max(map(len, result.stdout.splitlines())) <= 120
-    weighed = re.findall(r"^(a way with .* have|another way) +([\d.]+) MiB peak", result.stdout, re.MULTILINE)
+    start_processes(run_bench, 1, installed_without_source)
+    output = (installed_without_source / "output").read_text()
+    assert max(map(len, output.splitlines())) <= 120
+    weighed = re.findall(r"^(a way with .* have|another way) +([\d.]+) MiB peak", output, re.MULTILINE)
     assert len(weighed) == 2
     assert [float(mib) for _, mib in weighed] == pytest.approx([32, 32], abs=3)
-    assert "ModuleNotFoundError: a long reason" in result.stdout
-    assert "test_sum[a peer]" in result.stdout
+    assert "ModuleNotFoundError: a long reason" in output
+    assert "test_sum[a peer]" in output
 
 
 @pytest.fixture
@@ -215,22 +232,25 @@ def test_a_command_names_the_extra_that_it_lacks(arguments, with_torch_alone, tm
     assert "Traceback" not in result.stderr
 
 
-def test_the_package_names_the_extra_that_it_lacks(with_torch_alone):
-    code = """
-import sys
-import rlft_fast.ops
-assert "rlft_fast.models" not in sys.modules
-for statement in ("rlft_fast.patch_lm_head", *(f"import rlft_fast.{name}" for name in PACKAGES)):
-    try:
-        exec(statement)
-    except ModuleNotFoundError as error:
-        assert str(error).endswith("run pip install --no-build-isolation '.[train]'"), error
-    else:
-        raise AssertionError(statement)
-"""
-    code = code.replace("PACKAGES", "('data', 'models', 'engine', 'rollout', 'trainer')")
-    result = subprocess.run([sys.executable, "-c", code], env=with_torch_alone, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+def import_the_package(_: int, without: Path) -> None:
+    """In a forked process, which has torch already: to import it takes seconds."""
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("rlft_fast", *TRAIN_MODULES):
+            del sys.modules[name]
+    sys.path.insert(0, str(without))
+    sys.dont_write_bytecode = True
+    importlib.import_module("rlft_fast.ops")
+    assert "rlft_fast.models" not in sys.modules
+    package = importlib.import_module("rlft_fast")
+    names = ("data", "models", "engine", "rollout", "trainer")
+    for use in (lambda: package.patch_lm_head, *(partial(importlib.import_module, f"rlft_fast.{x}") for x in names)):
+        with pytest.raises(ModuleNotFoundError, match=r"run pip install --no-build-isolation '\.\[train\]'$"):
+            use()
+
+
+@pytest.mark.dist
+def test_the_package_names_the_extra_that_it_lacks(with_torch_alone, tmp_path):
+    start_processes(import_the_package, 1, tmp_path)
 
 
 def test_the_extra_brings_the_modules_that_are_said_to_need_it():
