@@ -127,8 +127,9 @@ def check_on_policy(path: Path, batch) -> None:
         assert metrics["approx_kl"] == 0.0
 
 
-# SGD's steps are its gradients. Muon iterates in bfloat16, so its steps of 1e-3 differ by its rounding.
-OPTIMIZERS = {"SGD": ({"momentum": 0.9}, 1e-5), "NAdam": ({"eps": 1e-4}, 1e-4), "Muon": ({}, 1e-3)}
+# SGD's steps are its gradients. Muon iterates in bfloat16, so its steps of 1e-3 differ by its rounding. One iteration
+# has all of its operations.
+OPTIMIZERS = {"SGD": ({"momentum": 0.9}, 1e-5), "NAdam": ({"eps": 1e-4}, 1e-4), "Muon": ({"ns_steps": 1}, 1e-3)}
 
 
 def two_steps(path: Path, name: str, param_dtype: str = "float32") -> FSDPEngine:

@@ -22,6 +22,7 @@ from tests.engine.reference import (
 from tests.support.machine.distributed import run_distributed
 from tests.support.numerics import assert_close_to_rounding
 
+MAX_TOKENS = 40  # three micro-batches of one rank, two of each of two, and two in each half
 WAYS = {
     "whole": {},
     "lora": {"config": {"lora": LoraConfig(rank=2)}},
@@ -51,14 +52,14 @@ def same(first: FSDPEngine, second: FSDPEngine) -> None:
 
 def check_pieces(rank: int, path, options) -> None:
     batch, loss = random_batch(9), policy_loss()
-    whole, one_call, by_plan, in_halves = (make_engine(path, max_tokens=24, **options) for _ in range(4))
+    whole, one_call, by_plan, in_halves = (make_engine(path, max_tokens=MAX_TOKENS, **options) for _ in range(4))
     groups = whole.world.size // whole.config.sequence_parallel
     for _ in range(2):
         expected = whole.train_step(batch, loss)
         one_call.zero_grad()
         one_call.forward_backward(batch, loss)
         assert one_call.optimizer_step() == expected
-        pieces = pieces_of_the_plan(batch, 24, groups)
+        pieces = pieces_of_the_plan(batch, MAX_TOKENS, groups)
         assert len(pieces) > 1
         metrics = step_by_hand(by_plan, pieces, loss)
         assert metrics.keys() == expected.keys()

@@ -8,23 +8,25 @@ from rlft_fast.engine import weighted
 from tests.engine.reference import make_engine, policy_loss, random_batch, weights
 from tests.support.machine.distributed import run_distributed
 
+MAX_TOKENS = 40  # three micro-batches of one rank, two of each of two
+
 
 def own_share(batch: Batch, scale: float, engine) -> tuple[Share, list[Share]]:
     size = engine.config.sequence_parallel
-    shares = [*cut_shares(batch, plan_batch(batch, 24, engine.world.size // size), scale)]
+    shares = [*cut_shares(batch, plan_batch(batch, MAX_TOKENS, engine.world.size // size), scale)]
     return shares[engine.world.rank // size], shares
 
 
 def check_shares(rank: int, path, options) -> None:
     batch, loss = random_batch(9), policy_loss()
-    whole, shared = (make_engine(path, max_tokens=24, **options) for _ in range(2))
+    whole, shared = (make_engine(path, max_tokens=MAX_TOKENS, **options) for _ in range(2))
     for _ in range(2):
         share, shares = own_share(*weighted(batch, loss), shared)
         kept: dict = {}
         expected: dict = {}
         assert shared.train_step(share, loss, outputs=kept) == whole.train_step(batch, loss, outputs=expected)
         inferred, of_all = shared.infer(share, ("logprob",))["logprob"], whole.infer(batch, ("logprob",))["logprob"]
-        plan = plan_batch(batch, 24, len(shares))
+        plan = plan_batch(batch, MAX_TOKENS, len(shares))
         places = batch.token_index(plan.rank_indices(shares.index(share)))
         assert torch.equal(inferred, of_all[places])
         assert torch.equal(kept["entropy"], expected["entropy"][places])

@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     Qwen3MoeConfig,
 )
 
@@ -55,8 +56,12 @@ def folder(request, tmp_path_factory):
     return save_random(CONFIGS[request.param], tmp_path_factory.mktemp(request.param))
 
 
-def assert_same_state(model, folder: Path) -> None:
-    """Every parameter and buffer is that of plain transformers, bit for bit, and as much is tied."""
+def assert_same_state(model, folder: Path) -> PreTrainedModel:
+    """Every parameter and buffer is that of plain transformers, bit for bit, and as much is tied.
+
+    Returns:
+        The plain model.
+    """
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
     actual = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -64,6 +69,7 @@ def assert_same_state(model, folder: Path) -> None:
     for name, tensor in expected.items():
         own = actual[name]
         assert torch.equal(own.full_tensor() if isinstance(own, DTensor) else own, tensor), name
+    return plain
 
 
 def test_streamed_weights_are_those_of_transformers(folder):
@@ -111,9 +117,8 @@ def check_shards(rank: int, world_size: int, folders: Path) -> None:
         fully_shard(model, mesh=mesh)
         materialize(model, torch.device("cpu"))
         load_weights(folders / name, model)
-        assert_same_state(model, folders / name)
+        plain = assert_same_state(model, folders / name)
         ids = torch.arange(12)[None]
-        plain = AutoModelForCausalLM.from_pretrained(folders / name, dtype=torch.float32)
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
 
 
