@@ -236,7 +236,14 @@ PICTURE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = 
 REWARD_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "llama-reward": (LlamaForSequenceClassification, LlamaConfig, {"num_labels": 1}),
 }
-ALL_MODELS = MODELS | MORE_MODELS | PADDED_MODELS | EXPERT_MODELS | VISION_MODELS | PICTURE_MODELS | REWARD_MODELS
+# For tests of runs: they ask nothing of the layers, in which most of a step's time is spent.
+SHALLOW_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "shallow": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False, "num_hidden_layers": 1}),
+}
+ALL_MODELS = (
+    MODELS | MORE_MODELS | PADDED_MODELS | EXPERT_MODELS | VISION_MODELS | PICTURE_MODELS | REWARD_MODELS
+    | SHALLOW_MODELS
+)  # fmt: skip
 
 
 def save_tiny_model(name: str, folder: Path, **options: Any) -> Path:

@@ -33,7 +33,7 @@ def sampled(tiny_model, tmp_path_factory) -> Path:
         for name, own in words.items()
     }
     evaluation = {"path": paths, "every": 1, "samples_per_prompt": 4, "temperature": 1.0}
-    train(toy_config(tiny_model("llama"), folder, steps=4, evaluation=evaluation, checkpoint__best="pass_at_4_wet"))
+    train(toy_config(tiny_model("shallow"), folder, steps=4, evaluation=evaluation, checkpoint__best="pass_at_4_wet"))
     return folder / "run"
 
 
@@ -110,7 +110,7 @@ def test_a_set_without_a_judged_answer_has_no_number(tiny_model, tmp_path):
         for name, own in words.items()
     }
     evaluation = {"path": paths, "max_new_tokens": 6, "every": 1, "function": f"{__file__}:negative_or_none"}
-    config = toy_config(tiny_model("llama"), tmp_path, steps=2, evaluation=evaluation, checkpoint__best="accuracy")
+    config = toy_config(tiny_model("shallow"), tmp_path, steps=2, evaluation=evaluation, checkpoint__best="accuracy")
     with pytest.warns(UserWarning, match="left out every answer to the held-out prompts of the set 'dry'"):
         summary = train(config)
     rows = [row for row in comparable(tmp_path / "run") if "reward_mean" not in row]
@@ -142,7 +142,7 @@ def test_settings_that_cannot_be(changes, message, tmp_path, capsys):
 
 def test_what_cannot_be_evaluated(sampled, tiny_model, tmp_path, capsys):
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(toy_values(tiny_model("llama"), tmp_path)))
+    config.write_text(yaml.safe_dump(toy_values(tiny_model("shallow"), tmp_path)))
     assert main(["eval", str(sampled / "hf"), str(config)]) == 1
     assert "the configuration has no evaluation section" in capsys.readouterr().err
     bare = tmp_path / "bare"

@@ -174,7 +174,7 @@ def test_the_rest_of_a_group_is_drawn_where_its_first_samples_differ(tiny_model,
     """With the draws that it would have had at once."""
     algorithm = {**OPTIONS["algorithm"], "max_refills": 0}
     found, whole = (
-        PPOTrainer(toy_config(tiny_model("llama"), tmp_path / str(first), **OPTIONS | {"algorithm": algorithm | own}))
+        PPOTrainer(toy_config(tiny_model("shallow"), tmp_path / str(first), **OPTIONS | {"algorithm": algorithm | own}))
         for first, own in (("first", {}), ("all", {"first_samples": None}))
     )
     for trainer in (found, whole):
@@ -199,7 +199,7 @@ def test_a_resumed_run_has_the_same_bits(tiny_model, tmp_path):
     for name, all_steps in (("whole", [4]), ("resumed", [2, 4])):
         for steps in all_steps:
             train(
-                toy_config(tiny_model("llama"), tmp_path / name, steps=steps, **OPTIONS), resume=steps != all_steps[0]
+                toy_config(tiny_model("shallow"), tmp_path / name, steps=steps, **OPTIONS), resume=steps != all_steps[0]
             )
     whole, resumed = (tmp_path / name / "run" for name in ("whole", "resumed"))
     assert comparable(resumed) == comparable(whole)

@@ -47,7 +47,7 @@ def overlapped(copied, tiny_model, tmp_path):
         copied(seconds)
         train(
             toy_config(
-                tiny_model("llama"), tmp_path / name, rollout__max_staleness=max_staleness, **{**APART, **changes}
+                tiny_model("shallow"), tmp_path / name, rollout__max_staleness=max_staleness, **{**APART, **changes}
             )
         )
         return tmp_path / name / "run"
@@ -76,7 +76,7 @@ def test_a_run_without_correction_says_so(overlapped):
 
 def test_staleness_0_is_the_loop_in_turn(overlapped, tiny_model, tmp_path):
     """Its numbers are those of the policy that samples itself."""
-    train(toy_config(tiny_model("llama"), tmp_path / "hf"))
+    train(toy_config(tiny_model("shallow"), tmp_path / "hf"))
     assert comparable(overlapped("copied", 0)) == comparable(tmp_path / "hf/run")
 
 
@@ -85,7 +85,9 @@ def test_resuming(how, copied, tiny_model, tmp_path):
     """A run that ended at once, or after a step, goes on with the samples of its checkpoint: nothing changes."""
     copied()
     for name in ("whole", "struck"):
-        path = write_config(tiny_model("llama"), tmp_path / name, FEWER_OPTIONS | APART | {"rollout__max_staleness": 2})
+        path = write_config(
+            tiny_model("shallow"), tmp_path / name, FEWER_OPTIONS | APART | {"rollout__max_staleness": 2}
+        )
         config = Config.parse(yaml.safe_load(path.read_text()))
         if name == "struck":
             (tmp_path / name / "strike").write_text(how)
@@ -128,7 +130,7 @@ def test_groups_go_on_across_updates(overlapped, copied, tiny_model, monkeypatch
         overlapped("cut", 2, stopping, steps=6, rollout__update="in-flight")
     copied(slow)
     changes = {"steps": 6, "rollout__max_staleness": 2, "rollout__update": "in-flight", **APART}
-    train(toy_config(tiny_model("llama"), tmp_path / "cut", **changes), resume=True)
+    train(toy_config(tiny_model("shallow"), tmp_path / "cut", **changes), resume=True)
     prompts = lambda run: [(row["step"], row["prompt"]) for row in read_lines(run / "samples.jsonl")]  # noqa: E731
     parts = [row.name for row in read_timeline(run).rows]
     assert parts == ["generation", "rewards", "training", "sync"]
@@ -160,7 +162,7 @@ def test_a_replay_repeats_the_training_bit_for_bit(changes, overlapped, monkeypa
 
     monkeypatch.setattr(rlft_fast.trainer.models, "build_rollout", by_the_policy)
     monkeypatch.setattr(Judge, "score", None)
-    config = toy_config(tiny_model("llama"), tmp_path / "again", rollout__max_staleness=2, **changes)
+    config = toy_config(tiny_model("shallow"), tmp_path / "again", rollout__max_staleness=2, **changes)
     train(config, replay=run)
     again = tmp_path / "again/run"
     assert numbers(again) == numbers(run)
@@ -176,7 +178,7 @@ def numbers(run: Path) -> list[dict]:
 
 def test_a_replay_that_cannot_be_is_refused(overlapped, tiny_model, tmp_path):
     run = overlapped("recorded", 1, steps=2, log_samples=True)
-    make = lambda **changes: toy_config(tiny_model("llama"), tmp_path / "again", **changes)  # noqa: E731
+    make = lambda **changes: toy_config(tiny_model("shallow"), tmp_path / "again", **changes)  # noqa: E731
     with pytest.raises(ValueError, match=r"no samples of step 3 of 4 .* replay the steps before with --steps 2, or"):
         train(make(steps=4), replay=run)
     with pytest.raises(ValueError, match=r"no samples of step 1 of 4 .* to replay a run, set log_samples in the run"):
@@ -237,7 +239,7 @@ def test_a_curriculum_draws_by_the_rewards_that_every_schedule_knows(update, ove
     cut = tmp_path / "cut/run"
     assert 0 < len(read_lines(cut / "metrics.jsonl")) < 5
     copied(slow)
-    train(toy_config(tiny_model("llama"), tmp_path / "cut", rollout__max_staleness=2, **changes), resume=True)
+    train(toy_config(tiny_model("shallow"), tmp_path / "cut", rollout__max_staleness=2, **changes), resume=True)
     asked_after, expected = draws(cut, 2)
     assert asked_after == expected
     if update == "drain":

@@ -18,7 +18,7 @@ ROWS = [{"prompt": f"{word} {i}", "answer": i} for i, word in zip(range(1600), i
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
-    return load_tokenizer(tiny_model("llama"))
+    return load_tokenizer(tiny_model("shallow"))
 
 
 def files(folder):
@@ -51,7 +51,7 @@ def test_streamed_rows_are_the_loaded_ones(tmp_path, tokenizer):
 def test_a_run_that_streams_is_the_run_that_loads(tmp_path, tiny_model):
     """Bit for bit, also where a row that cannot be used ends it, and it goes on when the row is corrected."""
     path, _ = files(tmp_path)
-    content, model = path.read_bytes(), tiny_model("llama")
+    content, model = path.read_bytes(), tiny_model("shallow")
     given = {"data__path": str(path), "rollout__max_prompt_tokens": 16, "steps": 2}
 
     def run(name: str, *, resume: bool = False, **changes):

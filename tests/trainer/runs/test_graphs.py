@@ -26,7 +26,7 @@ def test_a_run_with_graphs_has_the_numbers_of_the_run_that_falls_back(tiny_model
     for recorder in (Tape(), refuse):
         record_on_cpu(monkeypatch, recorder)
         changes = {"actor__cuda_graphs": True, "actor__compute_dtype": "bfloat16", "steps": 4}
-        config = toy_config(tiny_model("llama"), tmp_path / type(recorder).__name__, **changes)
+        config = toy_config(tiny_model("shallow"), tmp_path / type(recorder).__name__, **changes)
         train(config)
         found.append(metrics_of(Path(config.output_dir)))
         assert recorder is refuse or recorder.num_replayed > 20

@@ -26,7 +26,7 @@ from tests.trainer.toy import FILES, HERE, WORDS, comparable, read_lines, toy_co
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    return tiny_model("llama")
+    return tiny_model("shallow")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ UPDATES = OPTIONS | {
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    return tiny_model("llama")
+    return tiny_model("shallow")
 
 
 @pytest.fixture(scope="module")
