@@ -1,8 +1,12 @@
 """Plays episodes with a scripted generator."""
 
+from collections.abc import Callable, Iterator, Mapping
+
 import pytest
 
+import rlft_fast.trainer.episodes.player
 from rlft_fast.config import DataConfig, EnvironmentConfig
+from rlft_fast.envs import EnvironmentClass, EnvironmentPool
 from rlft_fast.rollout import Rollout, SamplingParams
 from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.prompts import load_prompts
@@ -17,13 +21,29 @@ def tokenizer(tmp_path_factory):
     return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), SPECIAL)
 
 
+@pytest.fixture(scope="module")
+def pool_of() -> Iterator[Callable[[Mapping[str, EnvironmentClass]], EnvironmentPool]]:
+    """Environments by their classes. The tests of a module share workers, which take longer to start than to play."""
+    pools: dict[str, EnvironmentPool] = {}
+
+    def find(classes: Mapping[str, EnvironmentClass]) -> EnvironmentPool:
+        key = repr(classes)
+        if key not in pools:
+            pools[key] = EnvironmentPool(classes)
+        return pools[key]
+
+    yield find
+    for pool in pools.values():
+        pool.close()
+
+
 @pytest.fixture
-def play(tmp_path, tokenizer):
+def play(tmp_path, tokenizer, pool_of, monkeypatch):
     """Plays one episode per row; returns samples, prompts, player and generator.
 
     ``name`` is of a class of `players`, or has several by the names that rows have.
     """
-    players = []
+    monkeypatch.setattr(rlft_fast.trainer.episodes.player, "EnvironmentPool", pool_of)
 
     def run(
         rows, name, reply, template="qwen2_5", ends=(IM_END,), n=1, max_new_tokens=2000, top_k=None, in_turn=True,
@@ -41,7 +61,6 @@ def play(tmp_path, tokenizer):
         columns = dict.fromkeys(configs, columns)
         end_ids = tokenizer.convert_tokens_to_ids([*ends])
         player = EpisodePlayer(configs, columns, tokenizer, end_ids, in_turn=in_turn)
-        players.append(player)
         prompts = player.prepare(prompts, 4000)
         generator = Scripted(reply)
         params = SamplingParams(n=n, max_new_tokens=max_new_tokens, top_k=top_k)
@@ -49,6 +68,4 @@ def play(tmp_path, tokenizer):
         samples = player.samples(Rollout(lambda: generator, World.current()), World.current(), prompts, params, seeds)
         return samples, prompts, player, generator
 
-    yield run
-    for player in players:
-        player.close()
+    return run
