@@ -304,19 +304,37 @@ def over_supports(log_softmax_TV: Tensor, batch: Batch) -> Tensor:
     return log_softmax_TV.masked_fill(~kept & batch.loss_mask_T[:, None], -torch.inf).log_softmax(-1)
 
 
-def plain_policy_gradients(
-    path: Path, batch: Batch, aggregation: str, dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:
-    """Gradient of PPO's loss with entropy bonus and k3 penalty, written out token by token."""
-    model = plain_model(path, dtype)
-    logprob_T, entropy_T = _at_targets(plain_log_softmax(model, batch, TEMPERATURE), batch)
-    ratio_T = (logprob_T - batch.old_logprob_T).exp()
-    low, high = 1 - POLICY_LOSS["clip_low"], 1 + POLICY_LOSS["clip_high"]
-    surrogate_T = torch.minimum(ratio_T * batch.advantage_T, ratio_T.clamp(low, high) * batch.advantage_T)
-    x_T = batch.ref_logprob_T - logprob_T
-    loss_T = -surrogate_T - POLICY_LOSS["entropy_coef"] * entropy_T + POLICY_LOSS["kl_coef"] * (x_T.exp() - 1 - x_T)
-    _mean(loss_T, batch, aggregation).backward()
-    return {f"model.{name}": parameter.grad for name, parameter in model.named_parameters()}
+class PlainPolicy:
+    """A plain model with its outputs for a batch at `TEMPERATURE`, and the gradient of a loss on them.
+
+    Attributes:
+        log_softmax_TV: log-probabilities of every next token.
+        logprob_T: of the targets, 0 outside the mask.
+        entropy_T: 0 outside the mask.
+    """
+
+    def __init__(self, path: Path, batch: Batch, dtype: torch.dtype = torch.float64) -> None:
+        self._model = plain_model(path, dtype)
+        log_softmax_TV = plain_log_softmax(self._model, batch, TEMPERATURE)
+        self._outputs = _at_targets(log_softmax_TV, batch)
+        self.log_softmax_TV = log_softmax_TV.detach()
+        self.logprob_T, self.entropy_T = (x.detach() for x in self._outputs)
+
+    def gradients(self, batch: Batch, aggregation: str) -> dict[str, Tensor]:
+        """Gradient of PPO's loss with entropy bonus and k3 penalty, written out token by token. Once.
+
+        Args:
+            batch: with the tokens of the first one.
+            aggregation: of the tokens.
+        """
+        logprob_T, entropy_T = self._outputs
+        ratio_T = (logprob_T - batch.old_logprob_T).exp()
+        low, high = 1 - POLICY_LOSS["clip_low"], 1 + POLICY_LOSS["clip_high"]
+        surrogate_T = torch.minimum(ratio_T * batch.advantage_T, ratio_T.clamp(low, high) * batch.advantage_T)
+        x_T = batch.ref_logprob_T - logprob_T
+        penalty_T = POLICY_LOSS["kl_coef"] * (x_T.exp() - 1 - x_T)
+        _mean(-surrogate_T - POLICY_LOSS["entropy_coef"] * entropy_T + penalty_T, batch, aggregation).backward()
+        return {f"model.{name}": parameter.grad for name, parameter in self._model.named_parameters()}
 
 
 def plain_value_gradients(path: Path, batch: Batch, aggregation: str) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from rlft_fast.rollout import HFGenerator, SamplingParams
 from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.trainer import train
 from tests.engine import reference
-from tests.engine.reference import make_engine, plain_policy_gradients, policy_loss, random_batch
+from tests.engine.reference import PlainPolicy, make_engine, policy_loss, random_batch
 from tests.support.machine.devices import DEVICE, on_device
 from tests.support.runs.rollouts import completions_of
 from tests.trainer.toy import read_lines, toy_config
@@ -53,7 +53,7 @@ def test_gradients_of_a_step(dtype, model, tiny_model):
     engine.train_step(batch, policy_loss())
     actual = reference.gradients(engine)
     exact, plain = (
-        plain_policy_gradients(tiny_model(model), batch, "token-mean", each)
+        PlainPolicy(tiny_model(model), batch, each).gradients(batch, "token-mean")
         for each in (torch.float64, getattr(torch, dtype))
     )
     errors = [relative_error({n: x[n] for n in actual}, {n: exact[n] for n in actual}) for x in (actual, plain)]

@@ -110,11 +110,12 @@ def test_new_critic_is_zero_everywhere(tiny_model):
 @pytest.mark.parametrize("name", MODELS)
 def test_policy_gradient_is_that_of_a_padded_plain_model(tiny_model, batch, name, aggregation):
     path = tiny_model(name)
-    batch = near_policy(batch, reference.plain_logprob_and_entropy(path, batch, reference.TEMPERATURE)[0].float())
+    plain = reference.PlainPolicy(path, batch)
+    batch = near_policy(batch, plain.logprob_T.float())
     engine = make_engine(path, temperature=reference.TEMPERATURE, max_tokens=48)
     metrics = engine.train_step(batch, policy_loss(aggregation))
     assert 0.05 < metrics["clip_share"] < 0.95  # both branches of the loss are on trial
-    expected = reference.plain_policy_gradients(path, batch, aggregation)
+    expected = plain.gradients(batch, aggregation)
     reference.assert_close(reference.gradients(engine), expected, 2e-5)
     norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt().item()
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)

@@ -151,11 +151,11 @@ def test_a_replay_is_the_model_with_these_experts(name, tiny_model, monkeypatch)
     engine = make_engine(path, temperature=reference.TEMPERATURE, max_tokens=80 if batch.images else 48)
     batch = batch.replace(routed_experts_TK=random_experts(engine, batch))
     monkeypatch.setattr(reference, "plain_model", lambda *_: forced_model(name, path, batch))
-    logprob_T, _ = reference.plain_logprob_and_entropy(path, batch, reference.TEMPERATURE)
-    batch, outputs = near_policy(batch, logprob_T.float()), {}
+    plain = reference.PlainPolicy(path, batch)
+    batch, outputs = near_policy(batch, plain.logprob_T.float()), {}
     metrics = engine.train_step(batch, policy_loss(), outputs=outputs)
-    torch.testing.assert_close(outputs["logprob"].double(), logprob_T, rtol=0, atol=5e-5)
-    expected = reference.plain_policy_gradients(path, batch, "token-mean")
+    torch.testing.assert_close(outputs["logprob"].double(), plain.logprob_T, rtol=0, atol=5e-5)
+    expected = plain.gradients(batch, "token-mean")
     reference.assert_close(reference.gradients(engine), {k: g for k, g in expected.items() if g is not None}, 5e-5)
     assert metrics["routing_agreement"] < 0.9
 

@@ -20,19 +20,16 @@ def test_statistics_and_gradient_are_those_of_masked_logits(tiny_model, batch, n
     path = tiny_model(name)
     engine = make_engine(path, temperature=TEMPERATURE, max_tokens=48)
     found = engine.infer(batch, ("logprob", "entropy", "sum_prob_squared"))
-    logprob_T, entropy_T = reference.plain_logprob_and_entropy(path, batch, TEMPERATURE)
-    torch.testing.assert_close(found["logprob"].double(), logprob_T, rtol=0, atol=1e-4)
-    torch.testing.assert_close(found["entropy"].double(), entropy_T, rtol=0, atol=1e-4)
-    with torch.no_grad():
-        log_p = reference.plain_log_softmax(reference.plain_model(path), batch, TEMPERATURE)
-    wanted = reference.over_supports(log_p, batch).exp().square().sum(-1) * batch.loss_mask_T
+    plain = reference.PlainPolicy(path, batch)
+    torch.testing.assert_close(found["logprob"].double(), plain.logprob_T, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found["entropy"].double(), plain.entropy_T, rtol=0, atol=1e-4)
+    wanted = reference.over_supports(plain.log_softmax_TV, batch).exp().square().sum(-1) * batch.loss_mask_T
     torch.testing.assert_close(found["sum_prob_squared"].double(), wanted, rtol=0, atol=1e-4)
 
-    batch = near_policy(batch, logprob_T.float())
+    batch = near_policy(batch, plain.logprob_T.float())
     metrics = engine.train_step(batch, policy_loss())
     assert 0.05 < metrics["clip_share"] < 0.95
-    expected = reference.plain_policy_gradients(path, batch, "token-mean")
-    reference.assert_close(reference.gradients(engine), expected, 2e-5)
+    reference.assert_close(reference.gradients(engine), plain.gradients(batch, "token-mean"), 2e-5)
 
 
 # Fused with its loss, and apart from it; more than one micro-batch; an adapter on the head.

@@ -105,17 +105,27 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved(tiny_model, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder with the checkpoints of two steps, and the state in the first."""
+    folder, engines = tmp_path_factory.mktemp("saved"), {"actor": make_engine(tiny_model("llama"))}
+    manager, states = CheckpointManager(folder), []
+    for step in (1, 2):
+        engines["actor"].train_step(random_batch(), policy_loss())
+        manager.save(step, engines, {"step": step})
+        states.append(state_of(engines))
+    return folder, states[0]
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_one_is_left_out_by_name(kind, tiny_model, tmp_path):
+def test_damaged_one_is_left_out_by_name(kind, saved, tiny_model, tmp_path):
     damage, reason = DAMAGE[kind]
+    folder, expected = saved
+    shutil.copytree(folder, tmp_path / "run")
+    damage(tmp_path / "run" / "step_00000002")
     engines = {"actor": make_engine(tiny_model("llama"))}
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, engines, {"step": 1})
-    expected = state_of(engines)
-    engines["actor"].train_step(random_batch(), policy_loss())
-    damage(manager.save(2, engines, {"step": 2}))
     with pytest.warns(UserWarning, match=rf"step_00000002 is damaged: .*{re.escape(reason)}"):
-        assert manager.load(engines) == {"step": 1}
+        assert CheckpointManager(tmp_path / "run").load(engines) == {"step": 1}
     reference.assert_equal(state_of(engines), expected)
 
 

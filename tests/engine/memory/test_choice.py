@@ -23,7 +23,7 @@ GIB = 2**30
 KEYS = "actor.activation_checkpointing", "actor.reduce_every_micro_batch"
 UNLIMITED = dict(zip(KEYS, ("none", False), strict=True))
 SMALL = LlamaConfig(
-    hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+    hidden_size=128, intermediate_size=352, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4,
     vocab_size=2000, tie_word_embeddings=False,
 )  # fmt: skip
 

@@ -29,15 +29,15 @@ def batch_for(name: str) -> Batch:
 @pytest.mark.parametrize("name", [*MORE_MODELS, *PADDED_MODELS, *VISION_MODELS, *PICTURE_MODELS])
 def test_logprob_entropy_and_gradient(tiny_model, name):
     path, batch, factor = tiny_model(name), batch_for(name), IN_FLOAT32.get(name, 1.0)
-    logprob_T, entropy_T = reference.plain_logprob_and_entropy(path, batch, reference.TEMPERATURE)
+    plain = reference.PlainPolicy(path, batch)
     engine = make_engine(path, temperature=reference.TEMPERATURE, max_tokens=80)
     inferred = engine.infer(batch, ("logprob", "entropy"))
-    torch.testing.assert_close(inferred["logprob"].double(), logprob_T, rtol=0, atol=factor * 1e-5)
-    torch.testing.assert_close(inferred["entropy"].double(), entropy_T, rtol=0, atol=1e-5)
-    batch = near_policy(batch, logprob_T.float())
+    torch.testing.assert_close(inferred["logprob"].double(), plain.logprob_T, rtol=0, atol=factor * 1e-5)
+    torch.testing.assert_close(inferred["entropy"].double(), plain.entropy_T, rtol=0, atol=1e-5)
+    batch = near_policy(batch, plain.logprob_T.float())
     metrics = engine.train_step(batch, policy_loss())
     assert 0.05 < metrics["clip_share"] < 0.95  # both branches of the loss are on trial
-    expected = reference.plain_policy_gradients(path, batch, "token-mean")
+    expected = plain.gradients(batch, "token-mean")
     trained = {name: x for name, x in expected.items() if x is not None}  # not a layer that LLaVA leaves out
     found = reference.gradients(engine)
     assert not any(found.pop(unused).any() for unused in found.keys() - trained.keys())

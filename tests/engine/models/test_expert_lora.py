@@ -38,11 +38,11 @@ def test_gradients_are_those_of_the_merged_weights(name, tiny_model, tmp_path):
     factors = {key: x for key, x in low_rank_factors(engine.model).items() if key.endswith(EXPERTS)}
     assert len(factors) == 2 * sum("experts.down_proj" in key for key in factors) > 0
     doubles = {key: (up.detach().double(), down.detach().double(), s) for key, (up, down, s) in factors.items()}
-    logprob_T, _ = reference.plain_logprob_and_entropy(tmp_path, batch, reference.TEMPERATURE)
-    batch, outputs = near_policy(batch, logprob_T.float()), {}
+    plain = reference.PlainPolicy(tmp_path, batch)
+    batch, outputs = near_policy(batch, plain.logprob_T.float()), {}
     engine.train_step(batch, policy_loss(), outputs=outputs)
-    torch.testing.assert_close(outputs["logprob"].double(), logprob_T, rtol=0, atol=5e-5)
-    wanted, found = reference.plain_policy_gradients(tmp_path, batch, "token-mean"), reference.gradients(engine)
+    torch.testing.assert_close(outputs["logprob"].double(), plain.logprob_T, rtol=0, atol=5e-5)
+    wanted, found = plain.gradients(batch, "token-mean"), reference.gradients(engine)
     is_transposed = name == "gpt-oss"
     for key, (up, down, scale) in doubles.items():
         gradient = wanted[f"model.{key}"]
