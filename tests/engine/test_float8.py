@@ -19,7 +19,7 @@ from rlft_fast.engine.sharding import build_model, float8_layers, multiply_in_fl
 from rlft_fast.engine.sharding.float8 import _check_capability
 from rlft_fast.rl import LikelihoodLoss, PolicyLoss
 from tests.engine import reference
-from tests.engine.memory.planned import save_model
+from tests.engine.memory.planned import save_config
 from tests.engine.reference import make_engine, policy_loss, random_batch
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import VOCAB_SIZE
@@ -171,7 +171,7 @@ def test_casts_take_no_more_than_the_plan_says(sizes):
 
 
 def test_a_plan_counts_the_casts_of_the_largest_layer(tmp_path):
-    path = str(save_model(tmp_path, width=256))
+    path = str(save_config(tmp_path, width=256))
     model = build_model(path, EngineConfig(), "logprob", trains=True)
     largest = max(max(1024 * max(x.weight.shape), x.weight.numel()) for _, x in float8_layers(model))
     for plan in (partial(plan_engine_memory, head="value"), partial(inference_bytes, head="value")):

@@ -15,13 +15,24 @@ VOCAB_SIZE = 8000
 TOLERANCE = 0.10
 
 
-def save_model(folder: Path, width: int, vocab_size: int = VOCAB_SIZE, **options: Any) -> Path:
-    """Activations are most of its memory: it has a small vocabulary, and batches have thousands of tokens."""
+def save_config(folder: Path, width: int, vocab_size: int = VOCAB_SIZE, **options: Any) -> Path:
+    """Activations are most of the model's memory: it has a small vocabulary, and batches have thousands of tokens.
+
+    A plan needs no weights.
+    """
     config = LlamaConfig(**{
         "hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "vocab_size": vocab_size, "tie_word_embeddings": False, **options,
+        "num_key_value_heads": 4, "vocab_size": vocab_size, "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"], **options,
     })  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    config.save_pretrained(folder)
+    return folder
+
+
+def save_model(folder: Path, width: int, vocab_size: int = VOCAB_SIZE, **options: Any) -> Path:
+    """The model of `save_config`, with random weights."""
+    save_config(folder, width, vocab_size, **options)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).save_pretrained(folder)
     return folder
 
 

@@ -1,6 +1,5 @@
 """Plans against what a step really allocates, as torch's allocator reports it to the profiler."""
 
-import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,15 @@ from rlft_fast.engine.sharding.build import build_model
 from rlft_fast.ops.logprob.workspace import scratch_bytes
 from rlft_fast.rl import PolicyLoss, ValueLoss
 from rlft_fast.world import leaving_process_group
-from tests.engine.memory.planned import TOLERANCE, full_batch, measured_bytes, num_bytes, save_model, state_bytes
+from tests.engine.memory.planned import (
+    TOLERANCE,
+    full_batch,
+    measured_bytes,
+    num_bytes,
+    save_config,
+    save_model,
+    state_bytes,
+)
 from tests.support.machine.distributed import run_distributed
 from tests.support.machine.memory import peak_allocated_bytes
 from tests.support.tiny_models import IMAGE_TOKEN_ID, save_tiny_model
@@ -47,12 +54,11 @@ def test_plan_is_what_one_process_allocates(tmp_path, checkpointing):
 
 def test_offloaded_inputs_leave_the_device(tmp_path):
     """One hidden state of each token and block."""
-    path = save_model(tmp_path, width=256)
+    path, num_layers = save_config(tmp_path, width=256, num_hidden_layers=2), 2
     full, offloaded = (
         plan_engine_memory(str(path), EngineConfig(max_tokens=1024, activation_checkpointing=mode), 2, 2)
         for mode in ("full", "offload")
     )
-    num_layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
     assert offloaded.host == {"activations": 1024 * 256 * 2 * num_layers}
     assert full.host == {}
     assert full.total_bytes - offloaded.total_bytes == offloaded.host["activations"]
@@ -138,7 +144,7 @@ def test_ranks_share_the_tokens(tmp_path):
 @pytest.mark.parametrize("dtypes", [{}, {"param_dtype": "bfloat16"}], ids=["float32", "bfloat16"])
 @pytest.mark.thin(2)
 def test_offloaded_parts_are_those_of_the_engine(dtypes, tmp_path):
-    path = save_model(tmp_path, width=128)
+    path = save_model(tmp_path, width=128, num_hidden_layers=2)
     config = EngineConfig(max_tokens=256, compute_dtype="bfloat16", workspace_mib=16, cpu_offload=True, **dtypes)
     plan = plan_engine_memory(str(path), config, 1)
     with leaving_process_group():
@@ -226,7 +232,7 @@ def test_copies_add_up_their_gradients_once_a_step(tmp_path):
 
 def test_gradients_are_as_wide_as_the_weights(tmp_path):
     """Those that are reduced: in float32, and then cast."""
-    path, settings = str(save_model(tmp_path, width=64)), {"compute_dtype": "bfloat16", "param_dtype": "bfloat16"}
+    path, settings = str(save_config(tmp_path, width=64)), {"compute_dtype": "bfloat16", "param_dtype": "bfloat16"}
     config = EngineConfig(max_tokens=256, **settings, workspace_mib=16)
     plan = plan_engine_memory(path, config, 2, device_type="cpu")
     assert plan.memory["gradients"] == plan.memory["parameters"]
@@ -258,7 +264,7 @@ def test_narrow_moments_take_what_the_engine_allocates(moment_dtype, share, tmp_
 
 def test_smaller_moments_take_fewer_ranks(tmp_path):
     """Of 16 bytes for each weight, bfloat16 moments leave 12, and moments in the CPU's memory 8."""
-    path = str(save_model(tmp_path, width=64))
+    path = str(save_config(tmp_path, width=64))
     sizes = []
     for optimizer in ({}, {"moment_dtype": "bfloat16"}, {"cpu_offload": True}):
         model = build_model(path, sharded_config({"optimizer": optimizer}), "logprob", trains=True)
@@ -288,7 +294,7 @@ def test_largest_cap_fits_and_hardly_more_does(tmp_path):
 
 
 def test_on_a_gpu_an_adapted_head_is_copied(tmp_path):
-    path, rank = str(save_model(tmp_path, width=64, vocab_size=5003)), 4
+    path, rank = str(save_config(tmp_path, width=64, vocab_size=5003)), 4
     config = EngineConfig(compute_dtype="bfloat16", lora={"rank": rank, "target_modules": ["q_proj", "lm_head"]})
     model = build_model(path, config, "logprob", trains=True)
     work = Workload(path=path, config=config, world_size=1, num_tokens=128)
@@ -318,4 +324,4 @@ def test_on_a_gpu_the_loss_takes_dlogits_of_all_rows(tmp_path):
 
 def test_ranks_must_divide(tmp_path):
     with pytest.raises(ValueError, match="shard_size is 3, which does not divide the 8 ranks"):
-        plan_engine_memory(str(save_model(tmp_path, width=64)), EngineConfig(shard_size=3), 8)
+        plan_engine_memory(str(save_config(tmp_path, width=64)), EngineConfig(shard_size=3), 8)

@@ -10,7 +10,7 @@ from tests.trainer.toy import toy_config
 
 def test_a_model_without_attention_is_planned_and_gets_no_sequence_parallelism(tmp_path):
     config = Mamba2Config(
-        vocab_size=259, hidden_size=32, num_heads=8, head_dim=8, n_groups=1, num_hidden_layers=3, state_size=8,
+        vocab_size=259, hidden_size=32, num_heads=8, head_dim=8, n_groups=1, num_hidden_layers=1, state_size=8,
         chunk_size=16,
     )  # fmt: skip
     Mamba2ForCausalLM(config).save_pretrained(tmp_path / "model")

@@ -19,7 +19,7 @@ from rlft_fast.engine.memory.search import Search
 from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFGenerator, Request, SamplingParams
 from rlft_fast.trainer.ppo import PPOTrainer
-from tests.engine.memory.planned import num_bytes, save_model
+from tests.engine.memory.planned import num_bytes, save_config, save_model
 from tests.support.machine.memory import peak_allocated_bytes
 from tests.support.tiny_models import save_tokenizer
 from tests.trainer.toy import toy_config
@@ -231,7 +231,7 @@ def test_vllm_without_room_for_its_weights_is_refused(config_of):
 @pytest.fixture
 def long_run(tmp_path):
     """Sequences of 16k tokens, which the cap has to hold."""
-    path = save_model(tmp_path, width=512, vocab_size=259)
+    path = save_config(tmp_path, width=512, vocab_size=259)
 
     def config(**changes: Any) -> Config:
         return toy_config(path, tmp_path, **{

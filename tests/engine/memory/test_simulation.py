@@ -18,7 +18,7 @@ from rlft_fast.engine.memory.simulation import Peaks, Workload, build, pretended
 from rlft_fast.engine.memory.trace import MANY_ROWS, Note, Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.sharding.build import build_model
-from tests.engine.memory.planned import save_model
+from tests.engine.memory.planned import save_config, save_model
 from tests.engine.models.every_architecture import small_model
 from tests.support.machine.distributed import start_processes
 from tests.support.tiny_models import save_tiny_model
@@ -110,7 +110,7 @@ def test_few_blocks_tell_of_80():
 
 def test_one_pass_tells_of_all_numbers_of_tokens(tmp_path):
     """A plan and its largest cap ask for five. The slow tests compare with all blocks at other numbers, from 8 on."""
-    path = str(save_model(tmp_path, width=64))
+    path = str(save_config(tmp_path, width=64))
     config = EngineConfig(compute_dtype="bfloat16", max_tokens=512)
     simulation._simulate.cache_clear()
     plan_engine_memory(path, config, 4)
@@ -127,11 +127,9 @@ def masked_attention(module, query, key, value, attention_mask, **options):
 
 def test_a_mask_of_rows_by_rows_is_counted_at_its_size(tmp_path, monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, simulation.WHOLE_SEQUENCE, masked_attention)
-    config = EngineConfig(compute_dtype="bfloat16")
+    path, config = str(save_config(tmp_path, width=32, num_hidden_layers=2)), EngineConfig(compute_dtype="bfloat16")
     for num_tokens in (512, 2048):
-        work = Workload(
-            path=str(save_model(tmp_path, width=32)), config=config, world_size=2, num_tokens=num_tokens, trains=False
-        )
+        work = Workload(path=path, config=config, world_size=2, num_tokens=num_tokens, trains=False)
         assert simulate(work) == all_blocks(work)
         assert simulate(work).anywhere > num_tokens**2
 
@@ -164,7 +162,7 @@ def test_a_trace_of_other_rows(constant, per_row):
 
 def test_another_model_in_the_same_folder_is_another(tmp_path):
     work = Workload(path=str(tmp_path), config=EngineConfig(), world_size=1, num_tokens=256)
-    narrow, wide = (simulate(work) for width in (32, 64) if save_model(tmp_path, width=width))
+    narrow, wide = (simulate(work) for width in (32, 64) if save_config(tmp_path, width=width))
     assert wide.anywhere > 1.5 * narrow.anywhere
 
 
