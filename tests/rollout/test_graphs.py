@@ -50,7 +50,7 @@ def test_samples_are_those_without_graphs(model, params, tiny_model):
 def test_a_step_is_one_replay(tiny_model):
     """Of batches of one size, once all sizes have come twice."""
     tape = Tape()
-    generator = make_generator(tiny_model("llama"), tape)
+    generator = make_generator(tiny_model("shallow"), tape)
     for _ in range(2):
         generate(generator, PARAMS["all"])
     launched, num_replayed, num_recorded = [], tape.num_replayed, tape.num_recorded
@@ -61,7 +61,7 @@ def test_a_step_is_one_replay(tiny_model):
 
 
 def test_weights_that_move_are_recorded_again(tiny_model):
-    path, tape = tiny_model("llama"), Tape()
+    path, tape = tiny_model("shallow"), Tape()
     generator, plain = make_generator(path, tape), make_generator(path, "launched")
     generate(generator, PARAMS["all"])
     for each in (generator, plain):
@@ -73,7 +73,7 @@ def test_weights_that_move_are_recorded_again(tiny_model):
 
 
 def test_a_generator_that_sleeps_has_no_cache(tiny_model):
-    generator = make_generator(tiny_model("llama"), Tape())
+    generator = make_generator(tiny_model("shallow"), Tape())
     before = generate(generator, PARAMS["all"])
     generator.load(None, 1)
     assert generator.graphs._cache is None
@@ -81,7 +81,7 @@ def test_a_generator_that_sleeps_has_no_cache(tiny_model):
 
 
 def test_nothing_of_a_batch_is_left_in_the_next(tiny_model):
-    generator = make_generator(tiny_model("llama"), Tape())
+    generator = make_generator(tiny_model("shallow"), Tape())
     found = [generate(generator, PARAMS["all"])]
     for layer in generator.graphs._cache.layers:
         for buffer in layer.buffers:
@@ -95,7 +95,7 @@ def test_a_step_that_cannot_be_recorded_is_launched(tiny_model):
         function()
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    path = tiny_model("llama")
+    path = tiny_model("shallow")
     with pytest.warns(UserWarning, match=r"decode step could not be recorded.*: .*not permitted") as warned:
         found = generate(make_generator(path, record), PARAMS["all"])
     assert len(warned) == 1
@@ -104,7 +104,7 @@ def test_a_step_that_cannot_be_recorded_is_launched(tiny_model):
 
 def test_an_engine_with_graphs_samples_with_graphs(tiny_model, monkeypatch):
     """Its weights in bfloat16 are in the same memory in every call."""
-    path, tape = tiny_model("llama"), record_on_cpu(monkeypatch, Tape())
+    path, tape = tiny_model("shallow"), record_on_cpu(monkeypatch, Tape())
     config = EngineConfig(cuda_graphs=True, compute_dtype="bfloat16", compile=False)
     seeds = [[row] for row in range(len(PROMPTS))]
     found, num_recorded = [], []

@@ -3,7 +3,7 @@
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -73,7 +73,8 @@ def plain_model(path: Path, **how: str) -> PreTrainedModel:
     return auto_class.from_pretrained(path, **how)
 
 
-def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
+@cache  # several tests ask for the same
+def plain_greedy(path: Path, prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
     model = plain_model(path)
     ids = torch.tensor([prompt])
     config = GenerationConfig(
@@ -83,7 +84,7 @@ def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int
 
 
 def test_a_padding_token_that_has_no_embedding(tiny_model):
-    path = tiny_model("llama")
+    path = tiny_model("shallow")
     expected = draw_samples(make_generator(path), PROMPTS, GREEDY)
     policy, tokenizer = load_policy(path), load_tokenizer(path)
     tokenizer.add_tokens(["[OTHER]"])
@@ -97,7 +98,7 @@ def test_a_padding_token_that_has_no_embedding(tiny_model):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite(params, bad, tiny_model):
     """Of one prompt of several, in a later batch."""
-    generator = make_generator(tiny_model("llama"), batch_size=2)
+    generator = make_generator(tiny_model("shallow"), batch_size=2)
     rollout = Rollout(lambda: generator, World())
     with torch.no_grad():
         generator.model.backbone.get_input_embeddings().weight[99] = bad
@@ -118,7 +119,7 @@ def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:
 def test_greedy_is_that_of_plain_transformers_one_by_one(tiny_model, name):
     path = tiny_model(name)
     found = draw_samples(make_generator(path), PROMPTS, GREEDY)
-    assert [group[0].token_ids for group in found] == [plain_greedy(path, prompt, 8) for prompt in PROMPTS]
+    assert [group[0].token_ids for group in found] == [plain_greedy(path, tuple(prompt), 8) for prompt in PROMPTS]
 
 
 # Everything at once, two prompts at a time, and fewer than one prompt's samples.
@@ -130,7 +131,7 @@ def test_batch_size_changes_nothing(tiny_model, name, batch_size):
     found = draw_samples(make_generator(path, batch_size), PROMPTS, params)
     assert [len(group) for group in found] == [2] * len(PROMPTS)
     for prompt, group in zip(PROMPTS, found, strict=True):
-        assert [sample.token_ids for sample in group] == [plain_greedy(path, prompt, 8)] * 2
+        assert [sample.token_ids for sample in group] == [plain_greedy(path, tuple(prompt), 8)] * 2
 
 
 # Fewer than one prompt's samples, evenly and with a rest, as many, and two prompts.
@@ -138,8 +139,8 @@ def test_batch_size_changes_nothing(tiny_model, name, batch_size):
 def test_no_more_completions_than_the_batch_size_run_at_once(tiny_model, batch_size):
     torch.manual_seed(0)  # no two samples of a prompt begin alike, so each has a row
     params, seeds = SamplingParams(n=6, max_new_tokens=3), draw_seeds(len(PROMPTS), 6)
-    whole = completions_of(make_generator(tiny_model("llama")), PROMPTS, params, seeds)
-    generator, rows = make_generator(tiny_model("llama"), batch_size), []
+    whole = completions_of(make_generator(tiny_model("shallow")), PROMPTS, params, seeds)
+    generator, rows = make_generator(tiny_model("shallow"), batch_size), []
     generator.model.model.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
@@ -235,7 +236,7 @@ def test_the_cut_by_hand():
 @pytest.mark.parametrize(("min_p", "top_p"), [(0.0, 1.0), (0.0, 0.7), (0.3, 0.9)])
 def test_ratios_average_one_over_the_support(tiny_model, min_p, top_p):
     """Ratios average 1 over the support, under the policy that sampled and the next, but not over the vocabulary."""
-    config = EngineConfig(max_tokens=512, optimizer=OptimizerConfig(learning_rate=1e-3))
+    config = EngineConfig(max_tokens=4096, optimizer=OptimizerConfig(learning_rate=1e-3))
     engine = FSDPEngine(str(tiny_model("llama")), config, num_training_steps=4, temperature=0.8).initialize()
     rollout = of_engine(engine)
     rollout.sync()
@@ -375,11 +376,11 @@ def test_a_sample_depends_on_its_own_seed_alone(tiny_model, params):
     seeds = sample_seeds(seed=5, step=2, rows=range(len(PROMPTS)), num_samples=3)
     assert len({seed for own in seeds for seed in own}) == 3 * len(PROMPTS)
     together = completions_of(make_generator(tiny_model("llama")), PROMPTS, sampling, seeds)
-    one = replace(sampling, n=1)
+    one, generator = replace(sampling, n=1), make_generator(tiny_model("llama"), 1)
     for i, prompt in enumerate(PROMPTS):
         for number in range(3):
             torch.manual_seed(number)
-            ((alone,),) = completions_of(make_generator(tiny_model("llama"), 1), [prompt], one, [[seeds[i][number]]])
+            ((alone,),) = completions_of(generator, [prompt], one, [[seeds[i][number]]])
             assert alone.token_ids == together[i][number].token_ids
             assert alone.logprobs == pytest.approx(together[i][number].logprobs, abs=1e-5)
 
@@ -620,6 +621,6 @@ def test_hf_takes_no_wider_dtype_than_the_policy(tiny_model):
 @pytest.mark.dist
 def test_two_processes_generate_what_one_does(tiny_model, tmp_path):
     path = tiny_model("qwen2-tied")
-    greedy = {tuple(prompt): plain_greedy(path, prompt, 8) for prompt in PROMPTS}
+    greedy = {prompt: plain_greedy(path, prompt, 8) for prompt in map(tuple, PROMPTS)}
     torch.save(greedy, tmp_path / "greedy.pt")
     run_distributed(generate_on_two, 2, path, tmp_path / "greedy.pt")

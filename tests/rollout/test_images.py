@@ -1,10 +1,12 @@
 """Rollouts of prompts with images against plain transformers."""
 
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, GenerationConfig
+from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 
 from rlft_fast.data import Images
 from rlft_fast.models import load_policy, load_tokenizer
@@ -30,8 +32,13 @@ PROMPTS = [prompt_of((2, 4)), prompt_of((2, 4)), prompt_of((6, 4), (4, 2)), [5, 
 IMAGES = [images_of(0, (2, 4)), images_of(1, (2, 4)), images_of(2, (6, 4), (4, 2)), None]
 
 
-def plain_greedy(path, prompt: list[int], images: Images | None) -> list[int]:
-    model, ids = AutoModelForImageTextToText.from_pretrained(path), torch.tensor([prompt])
+@lru_cache(maxsize=1)
+def plain_model(path: Path) -> PreTrainedModel:
+    return AutoModelForImageTextToText.from_pretrained(path)
+
+
+def plain_greedy(path: Path, prompt: list[int], images: Images | None) -> list[int]:
+    model, ids = plain_model(path), torch.tensor([prompt])
     inputs = {} if images is None else plain_inputs(model, images.inputs, ids)
     config = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **inputs)
