@@ -17,9 +17,9 @@ CONFIGS = {
 
 
 def run(path, config):
-    """Two steps of several micro-batches, inference between two parts of the second one."""
+    """Two steps of two micro-batches or more, inference between two parts of the second one."""
     torch.manual_seed(0)  # adapters
-    engine = make_engine(path, max_tokens=24, dtype="bfloat16", config=config)
+    engine = make_engine(path, max_tokens=48, dtype="bfloat16", config=config)
     first = engine.train_step(random_batch(), policy_loss())
     engine.zero_grad()
     engine.forward_backward(random_batch(seed=1), policy_loss(), is_last=False)

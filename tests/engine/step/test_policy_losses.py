@@ -45,11 +45,9 @@ def gradients(path: Path, batch: Batch, loss: PolicyLoss | ValueLoss, cap: int =
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_does_not_depend_on_cap_or_order(path, batch, name):
-    first, *others = (
-        gradients(path, batch.select(order), LOSSES[name], cap)
-        for cap in CAPS
-        for order in (list(range(7)), [3, 0, 6, 5, 1, 4, 2])
-    )
+    shuffled = batch.select([3, 0, 6, 5, 1, 4, 2])
+    cases = [(batch, CAPS[0]), *((shuffled, cap) for cap in CAPS)]
+    first, *others = (gradients(path, each, LOSSES[name], cap) for each, cap in cases)
     for other in others:
         reference.assert_close(other, first, 1e-5)
 
