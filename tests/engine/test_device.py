@@ -106,12 +106,12 @@ def test_what_is_generated_is_as_likely_as_the_engine_says(config, bound, tiny_m
 
 
 def test_run(tiny_model, tmp_path):
-    """Three steps of GRPO, a checkpoint, three more, and the export."""
-    settings = {"checkpoint__every": 3} | ({} if DEVICE == "cuda" else {"actor__compute_dtype": "bfloat16"})
-    train(toy_config(tiny_model("llama"), tmp_path, steps=3, **settings))
-    train(toy_config(tiny_model("llama"), tmp_path, steps=6, **settings), resume=True)
+    """Two steps of GRPO, a checkpoint, two more, and the export."""
+    settings = {"checkpoint__every": 2} | ({} if DEVICE == "cuda" else {"actor__compute_dtype": "bfloat16"})
+    train(toy_config(tiny_model("llama"), tmp_path, steps=2, **settings))
+    train(toy_config(tiny_model("llama"), tmp_path, steps=4, **settings), resume=True)
     rows = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "grad_norm" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 

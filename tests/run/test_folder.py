@@ -133,7 +133,7 @@ def test_a_folder_that_is_no_run_is_refused(model, tmp_path, capsys):
         {"run.json": ""},
         {"run.json": "[" * 100_000},
         {"config.yaml": "lr: 0.1\n", "metrics.jsonl": "{}\n", "hf/model.safetensors": "weights"},
-        {"config.yaml": "[" * 1_000, "metrics.jsonl": "{}\n"},
+        {"config.yaml": "[" * 600, "metrics.jsonl": "{}\n"},
     ],
 )
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
