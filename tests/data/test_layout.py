@@ -30,7 +30,7 @@ def seen_tokens(batch: Batch, position: int) -> list[int]:
     return batch.input_ids_T[start : position + 1].tolist()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(batch=batches())
 def test_every_active_position_sees_the_same_tokens(batch):
     layout = share_prefixes(batch)
@@ -55,7 +55,7 @@ def distinct_prefixes(batch: Batch) -> set[tuple[int, ...]]:
     return {tuple(tokens[: i + 1]) for tokens in seen for i in range(len(tokens))}
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(batch=batches(), seed=st.integers(0, 99))
 def test_computed_tokens_are_the_distinct_tokens(batch, seed):
     """With weights of 0, too: tokens without a weight run for later tokens alone."""
@@ -91,7 +91,7 @@ def test_turns_branches_and_system_messages_run_once():
     assert layout.row_T[batch.active_index_T].tolist() == [2, 5, 2, 5, 6, 7, 8, 9]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(batch=batches())
 def test_prefixes_that_all_begin_with_are_planned_once(batch):
     system = [7] * 50
@@ -123,7 +123,7 @@ def test_images_make_equal_tokens_different_prompts():
     assert len(share_prefixes(same).token_index_U) == 2
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(batch=batches(), spare=st.integers(0, 30), world_size=st.integers(1, 3))
 def test_plan_holds_every_sequence_once_under_the_cap(batch, spare, world_size):
     max_tokens = int(batch.lengths.max(initial=1)) + spare
@@ -134,7 +134,7 @@ def test_plan_holds_every_sequence_once_under_the_cap(batch, spare, world_size):
             assert len(share_prefixes(batch.select(indices)).token_index_U) <= max_tokens
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     batch=batches(),
     spare=st.integers(0, 30),
@@ -236,7 +236,7 @@ def test_a_plan_takes_few_bytes_per_token():
     assert peak < 4 * batch.num_tokens  # two copies of the mask; an index of the active positions alone takes 5
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(batch=batches())
 def test_a_padded_sequence_is_the_sequence(batch):
     layout = pad_sequences(batch)

@@ -47,7 +47,7 @@ def make_trainer(
     trainer_class: type[Trainer], folder: Path, output: Path, peft=None, patched=False, flat=False, **options
 ) -> Trainer:
     defaults: dict[str, Any] = {
-        "use_cpu": True, "optim": "sgd", "learning_rate": 0.02, "lr_scheduler_type": "constant", "max_steps": 4,
+        "use_cpu": True, "optim": "sgd", "learning_rate": 0.02, "lr_scheduler_type": "constant", "max_steps": 3,
         "per_device_train_batch_size": 3, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True,
     }  # fmt: skip

@@ -139,12 +139,12 @@ def test_gae_of_a_sequence_does_not_depend_on_its_neighbours():
 
 
 def test_gae_takes_the_memory_of_the_tokens():
-    lengths = torch.tensor([0, 20_000] + [20] * 2_000)
+    lengths = torch.tensor([0, 5_000] + [20] * 2_000)
     cu_seqlens = lengths.cumsum(0).int()
-    reward_T = torch.ones(60_000)
-    mask_T = torch.ones(60_000, dtype=torch.bool)
+    reward_T = torch.ones(45_000)
+    mask_T = torch.ones(45_000, dtype=torch.bool)
     peak = peak_allocated_bytes(lambda: gae(reward_T, reward_T, mask_T, cu_seqlens, gamma=1.0, lam=1.0))
-    assert peak < 10e6  # a matrix with a row for each step of the longest sequence takes 160e6
+    assert peak < 7.5e6  # a matrix with a row for each step of the longest sequence takes 40e6
 
 
 def test_gae_refuses_other_shapes():

@@ -26,7 +26,7 @@ from tests.support.machine.threads import num_threads
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(("num_tokens", "workspace_mib"), [(300, 1), (300, 64), (1300, 64)])
 def test_loss_no_further_from_truth_than_pytorch(num_tokens, workspace_mib, entropy, dtype):
-    problem = loss_problem(T=num_tokens, V=5003 if num_tokens == 300 else 2503, dtype=dtype)
+    problem = loss_problem(T=num_tokens, D=24, V=5003 if num_tokens == 300 else 2503, dtype=dtype)
     check_loss(problem, dtype, {"workspace_mib": workspace_mib}, temperature=0.8, return_entropy=entropy)
 
 
