@@ -64,7 +64,7 @@ def test_both_gradients_of_a_tied_embedding_are_added_in_float32(tiny_model, tap
     for settings in ({"dtype": "bfloat16", "config": ON}, {"dtype": "bfloat16", "config": ON}, {}):
         if not settings:
             monkeypatch.setattr(functions, "_has_varlen_kernel", lambda _: False)
-        engine = make_engine(path, max_tokens=24, **settings)
+        engine = make_engine(path, max_tokens=48, **settings)
         if len(found) == 1:
             engine.model.run_backbone = final_hidden
         for _ in range(2):  # the first records
@@ -81,7 +81,7 @@ def test_both_gradients_of_a_tied_embedding_are_added_in_float32(tiny_model, tap
 
 
 def test_weights_that_move_are_recorded_again(tiny_model, tape):
-    engine, other = (make_engine(tiny_model("llama"), max_tokens=24, dtype="bfloat16", config=ON) for _ in range(2))
+    engine, other = (make_engine(tiny_model("llama"), max_tokens=48, dtype="bfloat16", config=ON) for _ in range(2))
     other.model.run_backbone = final_hidden
     batch, found = random_batch(6), []
     for each in (engine, other):
@@ -97,7 +97,7 @@ def test_weights_that_move_are_recorded_again(tiny_model, tape):
 
 
 def test_a_step_that_is_dropped_leaves_no_gradient(tiny_model, tape):
-    engines = [make_engine(tiny_model("llama"), max_tokens=24, dtype="bfloat16", config=ON) for _ in range(2)]
+    engines = [make_engine(tiny_model("llama"), max_tokens=48, dtype="bfloat16", config=ON) for _ in range(2)]
     for engine in engines:
         engine.train_step(random_batch(), policy_loss())
     engines[0].forward_backward(random_batch(seed=1), policy_loss())
@@ -109,7 +109,7 @@ def test_a_step_that_is_dropped_leaves_no_gradient(tiny_model, tape):
 def test_a_pass_that_cannot_be_recorded_runs_without_a_graph(tiny_model, tape, monkeypatch):
     """Attention segment by segment reads lengths on the host."""
     monkeypatch.setattr(functions, "_has_varlen_kernel", lambda _: False)
-    engine, plain = (make_engine(tiny_model("llama"), max_tokens=24, dtype="bfloat16", config=ON) for _ in range(2))
+    engine, plain = (make_engine(tiny_model("llama"), max_tokens=48, dtype="bfloat16", config=ON) for _ in range(2))
     plain.model.run_backbone = final_hidden
     with pytest.warns(UserWarning, match=r"cuda_graphs: a pass could not be recorded.*waits for the device") as warned:
         found = steps(engine, policy_loss())
