@@ -27,7 +27,7 @@ MISBEHAVING = HERE.parent.parent / "rewards" / "misbehaving.py"
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    return tiny_model("llama")
+    return tiny_model("shallow")
 
 
 @pytest.fixture(scope="module")
@@ -315,8 +315,9 @@ def test_the_models_score_is_the_reward_where_no_function_judges(model, reward_m
     assert samples.reward_B.tolist() == [score[0].item(), (own + score)[1].item()]
 
 
-def test_a_reward_model_alone(model, reward_model, tmp_path):
-    config = toy_config(model, tmp_path, steps=12, rollout__samples_per_prompt=8, reward={"model": str(reward_model)})
+def test_a_reward_model_alone(tiny_model, reward_model, tmp_path):
+    changes = {"steps": 12, "rollout__samples_per_prompt": 8, "reward": {"model": str(reward_model)}}
+    config = toy_config(tiny_model("llama"), tmp_path, **changes)
     train(config)
     rewards = [row["reward_mean"] for row in comparable(tmp_path / "run")]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3])

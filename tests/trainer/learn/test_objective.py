@@ -22,7 +22,7 @@ MISMATCH = ("mismatch_mean", "mismatch_max", "mismatch_k1", "mismatch_k3", "effe
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    return tiny_model("llama")
+    return tiny_model("shallow")
 
 
 def make_batch() -> Batch:
@@ -256,10 +256,10 @@ METHODS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_learns(name, model, tmp_path):
+def test_learns(name, tiny_model, tmp_path):
     options = {f"algorithm__{key}": value for key, value in METHODS[name].items()}
     steps = 20 if name in ("remax", "kl-cov") else 10
-    rows = run(model, tmp_path, steps=steps, rollout__samples_per_prompt=8, **options)
+    rows = run(tiny_model("llama"), tmp_path, steps=steps, rollout__samples_per_prompt=8, **options)
     rewards = [row["reward_mean"] for row in rows]
     assert abs(np.mean(rewards[:2]) - 0.5) < 0.12
     assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.15

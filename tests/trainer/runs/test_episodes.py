@@ -36,7 +36,7 @@ TEMPLATE = (
 @pytest.fixture(name="config")
 def episodes_config(tmp_path):
     """A configuration whose model ends a reply by any of a third of all tokens."""
-    model = save_tiny_model("llama", tmp_path / "model", **HEADS)
+    model = save_tiny_model("llama", tmp_path / "model", **HEADS, num_hidden_layers=1)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, *range(0, 256, 3)]}))
     rows = [{"prompt": word, "seed": i} for i, word in enumerate(["sun", "moon", "star", "rain"])]

@@ -56,10 +56,10 @@ def test_a_run_that_is_interrupted_ends_with_the_same_bits(lora, tiny_model, tmp
     options = {"evaluation__path": str(held_out(tmp_path)), "checkpoint__best": "held_out_loss", "evaluation__every": 1}
     if lora:
         options["actor__lora"] = {"rank": 2}
-    whole = sft_config(tiny_model("llama"), tmp_path / "whole", **options)
+    whole = sft_config(tiny_model("shallow"), tmp_path / "whole", **options)
     summary = train(whole)
-    train(sft_config(tiny_model("llama"), tmp_path / "parts", **options | {"steps": 2}))
-    again = train(sft_config(tiny_model("llama"), tmp_path / "parts", **options), resume=True)
+    train(sft_config(tiny_model("shallow"), tmp_path / "parts", **options | {"steps": 2}))
+    again = train(sft_config(tiny_model("shallow"), tmp_path / "parts", **options), resume=True)
     run, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
     assert comparable(parts) == comparable(run)
     expected, found = (load_file(folder / "hf" / "model.safetensors") for folder in (run, parts))
@@ -79,7 +79,7 @@ WSD = {
 @pytest.mark.parametrize("optimizer", [WSD, WSD | {"name": "torch.optim.Muon", "groups": {}}])
 def test_schedules_and_optimizers_go_on_with_the_same_bits(optimizer, tiny_model, tmp_path):
     """The first run does all four steps; the second goes back to the second step."""
-    config = sft_config(tiny_model("llama"), tmp_path, actor__optimizer=optimizer, checkpoint__max_num=4)
+    config = sft_config(tiny_model("shallow"), tmp_path, actor__optimizer=optimizer, checkpoint__max_num=4)
     train(config)
     run, rates = tmp_path / "run", [0.01, 0.01, 0.01, 0.0055]
     assert [row["learning_rate"] for row in read_lines(run / "metrics.jsonl")] == pytest.approx(rates)
@@ -91,27 +91,27 @@ def test_schedules_and_optimizers_go_on_with_the_same_bits(optimizer, tiny_model
 
 @pytest.mark.parametrize("start", ["run", "run/checkpoints/step_00000002", "run/hf"])
 def test_a_run_starts_from_the_weights_of_another(start, tiny_model, tmp_path):
-    train(sft_config(tiny_model("llama"), tmp_path, steps=2))
-    config = sft_config(tiny_model("llama"), tmp_path / "next", actor__init_from=str(tmp_path / start))
+    train(sft_config(tiny_model("shallow"), tmp_path, steps=2))
+    config = sft_config(tiny_model("shallow"), tmp_path / "next", actor__init_from=str(tmp_path / start))
     metrics = RowsTrainer(config).train_step(0).metrics
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf", dtype=torch.float64)
     rows = [texts(20)[i] for i in RowsTrainer(config)._rows(0, 6)]
     losses, sizes = zip(*(plain_loss(model, **row) for row in rows), strict=True)
     assert metrics["train_loss"] == pytest.approx((sum(losses) / sum(sizes)).item(), rel=1e-5)
     train(config)
-    train(sft_config(tiny_model("llama"), tmp_path, steps=3), resume=True)  # whose newest checkpoint is another now
+    train(sft_config(tiny_model("shallow"), tmp_path, steps=3), resume=True)  # whose newest checkpoint is another now
     if start == "run":
         with pytest.raises(ValueError, match=r"checksum\.actor\.init_from was 'step_00000002"):
             train(
-                sft_config(tiny_model("llama"), tmp_path / "next", steps=5, actor__init_from=str(tmp_path / start)),
+                sft_config(tiny_model("shallow"), tmp_path / "next", steps=5, actor__init_from=str(tmp_path / start)),
                 resume=True,
             )
         with pytest.raises(ValueError, match=r"actor\.init_from .* lies in output_dir"):
-            train(sft_config(tiny_model("llama"), tmp_path, actor__init_from=str(tmp_path / start)))
+            train(sft_config(tiny_model("shallow"), tmp_path, actor__init_from=str(tmp_path / start)))
 
 
 def test_commands(tiny_model, tmp_path, capsys):
-    values = sft_values(tiny_model("llama"), tmp_path, steps=1, evaluation__path=str(held_out(tmp_path)))
+    values = sft_values(tiny_model("shallow"), tmp_path, steps=1, evaluation__path=str(held_out(tmp_path)))
     path = tmp_path / "sft.yaml"
     path.write_text(json.dumps(values))  # JSON is YAML
     assert main(["sft", str(path), "--dry-run"]) == 0
