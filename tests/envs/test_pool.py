@@ -9,7 +9,8 @@ import torch
 from transformers.utils import get_json_schema
 
 from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed
-from rlft_fast.envs.doors import find_tools
+from rlft_fast.envs.doors import find_doors, find_tools
+from rlft_fast.plugins import load_function
 from tests.support.machine.processes import assert_ends
 
 HERE = Path(__file__).with_name("players.py")
@@ -203,15 +204,22 @@ def test_processes_that_an_environment_leaves_end_with_the_pool(pool):
 
 
 @pytest.mark.parametrize(
-    ("name", "columns", "words"),
+    ("name", "words"),
     [
-        ("NoReset", (), "has no method reset"),
-        ("NoTools", (), "neither a method step nor a public method"),
-        ("NoHints", (), "NoHints.look cannot be described"),
-        ("Missing", (), "has no function 'Missing'"),
-        ("GuessNumber", ("prompt",), r"reset of .* cannot be called with the columns \['prompt'\]"),
+        ("NoReset", "has no method reset"),
+        ("NoTools", "neither a method step nor a public method"),
+        ("NoHints", "NoHints.look cannot be described"),
+        ("Missing", "has no function 'Missing'"),
     ],
 )
-def test_bad_classes_are_refused_before_anything_runs(pool, name, columns, words):
+def test_bad_classes_are_refused(name, words):
+    """As in a worker, which takes longer to start."""
+    spec = f"{HERE}:{name}"
     with pytest.raises(ValueError, match=words):
-        pool(name, columns=columns)
+        find_doors(spec, load_function("environment", spec), {}, [])
+
+
+def test_what_a_worker_refuses_is_told_before_anything_runs(pool):
+    message = r"players\.py:GuessNumber, which cannot be used: .*cannot be called with the columns \['prompt'\]"
+    with pytest.raises(ValueError, match=message):
+        pool("GuessNumber", columns=("prompt",))
