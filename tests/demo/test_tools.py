@@ -58,18 +58,25 @@ def test_its_two_runs_with_a_tiny_model(tmp_path, monkeypatch, capsys):
         "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}assistant:"
         "{% endif %}"
     )
-    full_warm_up, full_config = tools.warm_up_config, tools.tools_config
+    full_warm_up, full_config, write_problems = tools.warm_up_config, tools.tools_config, tools.write_tool_problems
+
+    def few_problems(*folders: Path) -> dict[str, Path]:
+        paths = write_problems(*folders)
+        for path in paths.values():
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:64]))
+        return paths
 
     def short_warm_up(*args: Any) -> SFTConfig:
         config = full_warm_up(*args)
         data = config.data.model_copy(update={"max_sequence_tokens": 2000})
-        return config.model_copy(update={"data": data, "steps": 1})
+        return config.model_copy(update={"data": data, "batch_size": 8, "steps": 1})
 
     def short_config(*args: Any) -> Any:
         config = full_config(*args)
         own = {"max_prompt_tokens": 900, "max_new_tokens": 20, "prompts_per_step": 2, "samples_per_prompt": 2}
         return config.model_copy(update={"rollout": config.rollout.model_copy(update=own), "evaluation": None})
 
+    monkeypatch.setattr(tools, "write_tool_problems", few_problems)
     monkeypatch.setattr(tools, "warm_up_config", short_warm_up)
     monkeypatch.setattr(tools, "tools_config", short_config)
     monkeypatch.setattr(tools, "smollm2_folder", lambda: model)
