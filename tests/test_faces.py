@@ -15,12 +15,20 @@ def foreign_imports() -> Iterator[tuple[str, str, str]]:
     for path in sorted((ROOT / "rlft_fast").rglob("*.py")):
         place = path.relative_to(ROOT)
         package = ".".join(place.parent.parts)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlft_fast."):
                 module = str(node.module)
                 owner = module if (ROOT / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
                 if not f"{package}.".startswith(f"{owner}."):  # nor one of the packages that it is inside of
                     yield from ((f"{place}:{node.lineno}", module, alias.name) for alias in node.names)
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """At any depth. `ast.walk` would visit the expressions, too, which are most of the nodes."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+            yield child
+            yield from statements(child)
 
 
 def test_what_another_package_uses_is_in_the_face_of_its_own():

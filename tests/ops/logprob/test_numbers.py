@@ -231,7 +231,7 @@ def test_optional_statistics(backend):
 @pytest.mark.parametrize("logits", LOGITS)
 @pytest.mark.parametrize("V", [17, 2049, 50257])
 def test_mean_of_the_logits(V, logits, backend):
-    rows, vocab = (16, min(V, 4500)) if backend == "triton" else (65, V)
+    rows, vocab = (16, min(V, 4500)) if backend == "triton" else (24, V)
     hidden, weight, target, options = make_inputs(rows, 24, vocab, logits=logits)
     target[3:5] = -100
 
