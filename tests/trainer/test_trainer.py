@@ -17,7 +17,8 @@ from rlft_fast.data import Batch
 from rlft_fast.trainer import PPOTrainer, train
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
-from tests.trainer.toy import HERE, WORDS, comparable, even_share, read_lines, toy_config, train_in_process, write_rows
+from tests.trainer.ranks import train_in_process
+from tests.trainer.toy import HERE, WORDS, comparable, even_share, read_lines, toy_config, write_rows
 
 GAE = {"algorithm__advantage": "gae", "critic": {"max_tokens": 64, "optimizer": {"learning_rate": 1e-2}}}
 

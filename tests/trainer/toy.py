@@ -1,4 +1,7 @@
-"""A task that a tiny random model learns in seconds: emit tokens with even ids. And ways for a reward to go wrong."""
+"""A task that a tiny random model learns in seconds: emit tokens with even ids. And ways for a reward to go wrong.
+
+Runs load this file by its path, also in folders where `tests` is no package, so that it imports nothing of `tests`.
+"""
 
 import contextlib
 import json
@@ -7,10 +10,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.config import Config, RunConfig
-from rlft_fast.trainer import train
+from rlft_fast.config import Config
 from rlft_fast.world import World
-from tests.support.runs.curves import without_matplotlib
 
 HERE = Path(__file__)
 WORDS = ("sun", "moon", "star", "rain", "snow", "wind", "hill", "lake", "tree", "leaf")
@@ -132,12 +133,6 @@ def toy_values(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 def toy_config(model: Path, folder: Path, **changes: Any) -> Config:
     return Config.parse(toy_values(model, folder, **changes))
-
-
-def train_in_process(rank: int, config: RunConfig) -> None:
-    """A run in one of several processes, which draws no curve."""
-    with without_matplotlib():
-        train(config)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ from rlft_fast.trainer import PPOTrainer, train
 from rlft_fast.trainer.inputs import make_objective
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
-from tests.trainer.toy import comparable, read_lines, toy_config, train_in_process
+from tests.trainer.ranks import train_in_process
+from tests.trainer.toy import comparable, read_lines, toy_config
 
 ALONE = {"algorithm__advantage": "none", "reward": {}}
 

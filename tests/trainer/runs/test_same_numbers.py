@@ -16,7 +16,8 @@ import transformers
 
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
-from tests.trainer.toy import comparable, toy_config, train_in_process
+from tests.trainer.ranks import train_in_process
+from tests.trainer.toy import comparable, toy_config
 
 RECORDED = Path(__file__).with_name("same_numbers.json")
 TWICE = {"algorithm__mini_batches": 2, "algorithm__kl_coef": 0.01}

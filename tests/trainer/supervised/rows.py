@@ -12,7 +12,8 @@ from tokenizers import pre_tokenizers
 from rlft_fast.config import RunConfig, SFTConfig
 from rlft_fast.trainer import train
 from tests.support.machine.distributed import run_distributed
-from tests.trainer.toy import read_lines, train_in_process, with_changes, write_rows
+from tests.trainer.ranks import train_in_process
+from tests.trainer.toy import read_lines, with_changes, write_rows
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
