@@ -6,14 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 SECONDS = 1.5  # of CPU time for one conversation; templates take milliseconds
 _FREE_SECONDS, _MEAN_SECONDS = 10.0, 0.02  # for all conversations, and for each of them
 _MEMORY = 2 << 30  # bytes
 _THREADS_RESERVE = (128 << 20) * (os.cpu_count() or 1)  # bytes of addresses, of threads that tokenize beside a template
-_SIZES_HOLD = 0.05  # seconds; to ask for the size of the process for each conversation takes a tenth of the time
+_SIZE_HOLDS = 0.05  # seconds; to ask for the size of the process for each conversation takes a tenth of the time
 
 
 class Limits:
@@ -30,8 +30,8 @@ class Limits:
         self.num_conversations = 0
         self._is_timed = False
         self._started: float | None = None  # of the conversation, in CPU time of the main thread
-        self._sizes: tuple[tuple[int, int], tuple[int, int]] | None = None  # see `_sizes`
-        self._sizes_end = 0.0
+        self._size: int | None = None  # of the process
+        self._size_ends = 0.0
 
     @contextmanager
     def many(self) -> Iterator[None]:
@@ -52,7 +52,8 @@ class Limits:
             signal.signal(signal.SIGVTALRM, before)
             self._is_timed = False
 
-    def one(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def one(self) -> Iterator[None]:
         """The template is applied to one more conversation inside.
 
         Most calls of C code are interrupted, too: a power of integers, for example. In other threads than the main
@@ -63,16 +64,26 @@ class Limits:
             MemoryError: the conversation takes too much memory.
         """
         if threading.current_thread() is not threading.main_thread():
-            return nullcontext()
-        return _One(self) if self._is_timed else self._alone()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        with self.many(), _One(self):
             yield
-
-    def _count(self, seconds: float) -> None:
-        self.seconds += seconds
+            return
+        if not self._is_timed:
+            with self.many(), self.one():
+                yield
+            return
+        before = _limit_memory(self._own_bytes()) if self.memory else None
+        outer, started = self._started, time.thread_time()
+        self._started = started
+        try:
+            yield
+        except MemoryError as error:
+            if before is None:
+                raise
+            raise MemoryError(f"it takes more than {_MEMORY >> 30} GiB of memory") from error
+        finally:
+            if before is not None:
+                resource.setrlimit(resource.RLIMIT_AS, before)
+            self._started = outer
+        self.seconds += time.thread_time() - started
         self.num_conversations += 1
         if self.seconds > _FREE_SECONDS + _MEAN_SECONDS * self.num_conversations:
             raise TimeoutError(
@@ -85,56 +96,25 @@ class Limits:
         if self._started is not None and time.thread_time() - self._started > SECONDS:
             raise TimeoutError(f"it takes more than {SECONDS} seconds of CPU time")
 
-    def _limit_memory(self) -> tuple[int, int] | None:
-        """Raises MemoryError from now on where the process would take much more; None: nothing is limited.
-
-        Returns:
-            The limits before.
-        """
-        if not self.memory:
-            return None
-        if (now := time.monotonic()) >= self._sizes_end:
-            self._sizes, self._sizes_end = _sizes(), now + _SIZES_HOLD
-        if self._sizes is None:
-            return None
-        before, inside = self._sizes
-        resource.setrlimit(resource.RLIMIT_AS, inside)
-        return before
+    def _own_bytes(self) -> int | None:
+        if (now := time.monotonic()) >= self._size_ends:
+            self._size, self._size_ends = _own_bytes(), now + _SIZE_HOLDS
+        return self._size
 
 
-class _One:
-    """See `Limits.one`. A class, since a generator takes twice the time, for each of many conversations."""
+def _limit_memory(own_bytes: int | None) -> tuple[int, int] | None:
+    """Raises MemoryError from now on where a process of this size would take much more; None: nothing is limited.
 
-    __slots__ = ("_before", "_limits", "_outer", "_started")
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-
-    def __enter__(self) -> None:
-        limits = self._limits
-        self._before = limits._limit_memory() if limits._started is None else None  # the outer one limits it
-        self._outer, self._started = limits._started, time.thread_time()
-        limits._started = self._started
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        limits = self._limits
-        limits._started = self._outer  # first: from here on, no timer raises an error
-        if self._before is not None:
-            resource.setrlimit(resource.RLIMIT_AS, self._before)
-        if error is None:
-            limits._count(time.thread_time() - self._started)
-        elif isinstance(error, MemoryError) and self._before is not None:
-            raise MemoryError(f"it takes more than {_MEMORY >> 30} GiB of memory") from error
-
-
-def _sizes() -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """The limits of the process's memory, and its limits inside of `Limits.one`; None: its size is not known."""
-    if (own_bytes := _own_bytes()) is None:
+    Returns:
+        The limits before.
+    """
+    if own_bytes is None:
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = own_bytes + _THREADS_RESERVE + _MEMORY
     finite = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
-    return (soft, hard), (min(finite), hard)
+    resource.setrlimit(resource.RLIMIT_AS, (min(finite), hard))
+    return soft, hard
 
 
 def _own_bytes() -> int | None:
