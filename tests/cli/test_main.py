@@ -171,11 +171,16 @@ def test_bench_runs_benchmarks_passes_options_on_and_reports_failures(installed_
     assert not (installed_without_source / "no_benchmark").exists()
 
 
+def forget(*packages: str) -> None:
+    """The next import of their modules is the first."""
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in packages:
+            del sys.modules[name]
+
+
 def run_bench(_: int, cwd: Path) -> None:
     """In a forked process, which has torch already: to import it takes seconds."""
-    for name in [*sys.modules]:
-        if name.partition(".")[0] in ("rlft_fast", "benchmarks"):
-            del sys.modules[name]
+    forget("rlft_fast", "benchmarks")
     sys.path.insert(0, str(cwd))
     os.chdir(cwd)
     os.environ["COLUMNS"] = "200"  # of a wide terminal
@@ -235,9 +240,7 @@ def test_a_command_names_the_extra_that_it_lacks(arguments, with_torch_alone, tm
 
 def import_the_package(_: int, without: Path) -> None:
     """In a forked process, which has torch already: to import it takes seconds."""
-    for name in [*sys.modules]:
-        if name.partition(".")[0] in ("rlft_fast", *TRAIN_MODULES):
-            del sys.modules[name]
+    forget("rlft_fast", *TRAIN_MODULES)
     sys.path.insert(0, str(without))
     sys.dont_write_bytecode = True
     importlib.import_module("rlft_fast.ops")

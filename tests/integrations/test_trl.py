@@ -61,7 +61,7 @@ def make_trainer(kind: str, model, tokenizer: Path, output: Path, peft_config=No
     trainer_class, config_class, rows = TRAINERS[kind]
     defaults = {
         "use_cpu": True, "bf16": False, "optim": "sgd", "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant",
-        "max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": "none",
+        "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": "none",
         "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
     reward = lambda completions, **_: [float(len(set(text))) for text in completions]  # noqa: E731
