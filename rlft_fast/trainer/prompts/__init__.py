@@ -42,7 +42,7 @@ from rlft_fast.trainer.prompts.messages import (
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.prompts.runs import load_data, load_held_out, load_training
 from rlft_fast.trainer.prompts.streaming import StreamError, stream_prompts
-from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, joined, start_of_texts, uncollected
+from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, uncollected
 
 __all__ = [
     "MARK",
@@ -72,7 +72,6 @@ __all__ = [
     "folder_of",
     "image_parts",
     "is_plain",
-    "joined",
     "load_data",
     "load_held_out",
     "load_prompts",

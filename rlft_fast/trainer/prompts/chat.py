@@ -171,7 +171,8 @@ def without_nulls(value: Any) -> Any:
 
 def _parsed(columns: Mapping[str, Any], name: str, kind: type) -> Any:
     """The value of a column, which may be JSON text: Arrow cannot hold dicts of many forms in one column."""
-    value = columns.get(name)
+    if (value := columns.get(name)) is None:
+        return None
     try:
         found = without_nulls(json.loads(value) if isinstance(value, str) else value)
     except ValueError as error:

@@ -30,8 +30,8 @@ class Limits:
         self.num_conversations = 0
         self._is_timed = False
         self._started: float | None = None  # of the conversation, in CPU time of the main thread
-        self._size: int | None = None  # of the process
-        self._size_ends = 0.0
+        self._inside = self._outside = (0, 0)  # limits of memory
+        self._inside_ends = 0.0
 
     @contextmanager
     def many(self) -> Iterator[None]:
@@ -42,7 +42,7 @@ class Limits:
         if self._is_timed or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._is_timed = True
+        self._is_timed, self._outside, self._inside_ends = True, resource.getrlimit(resource.RLIMIT_AS), 0.0
         before = signal.signal(signal.SIGVTALRM, self._stop)
         timer = signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS / 10, SECONDS / 10)
         try:
@@ -70,18 +70,20 @@ class Limits:
             with self.many(), self.one():
                 yield
             return
-        before = _limit_memory(self._own_bytes()) if self.memory else None
         outer, started = self._started, time.thread_time()
+        limits_memory = self.memory and outer is None
+        if limits_memory:
+            resource.setrlimit(resource.RLIMIT_AS, self._limits_inside())
         self._started = started
         try:
             yield
         except MemoryError as error:
-            if before is None:
+            if not limits_memory or self._inside == self._outside:
                 raise
             raise MemoryError(f"it takes more than {_MEMORY >> 30} GiB of memory") from error
         finally:
-            if before is not None:
-                resource.setrlimit(resource.RLIMIT_AS, before)
+            if limits_memory:
+                resource.setrlimit(resource.RLIMIT_AS, self._outside)
             self._started = outer
         self.seconds += time.thread_time() - started
         self.num_conversations += 1
@@ -96,25 +98,20 @@ class Limits:
         if self._started is not None and time.thread_time() - self._started > SECONDS:
             raise TimeoutError(f"it takes more than {SECONDS} seconds of CPU time")
 
-    def _own_bytes(self) -> int | None:
-        if (now := time.monotonic()) >= self._size_ends:
-            self._size, self._size_ends = _own_bytes(), now + _SIZE_HOLDS
-        return self._size
+    def _limits_inside(self) -> tuple[int, int]:
+        """Limits with which a process that takes much more than now gets a MemoryError."""
+        if (now := time.monotonic()) >= self._inside_ends:
+            self._inside, self._inside_ends = _limits_above(_own_bytes(), self._outside), now + _SIZE_HOLDS
+        return self._inside
 
 
-def _limit_memory(own_bytes: int | None) -> tuple[int, int] | None:
-    """Raises MemoryError from now on where a process of this size would take much more; None: nothing is limited.
-
-    Returns:
-        The limits before.
-    """
+def _limits_above(own_bytes: int | None, outside: tuple[int, int]) -> tuple[int, int]:
+    """Limits of memory for a process of this size; None: the limits stay as they are."""
     if own_bytes is None:
-        return None
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        return outside
+    soft, hard = outside
     most = own_bytes + _THREADS_RESERVE + _MEMORY
-    finite = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(finite), hard))
-    return soft, hard
+    return min(limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY), hard
 
 
 def _own_bytes() -> int | None:

@@ -18,9 +18,12 @@ _SHOWN = 200  # characters of a value in a message
 _WRITTEN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 
 
-def is_plain(message: Message) -> bool:
-    """Whether a message has a role and a text alone, as most messages have."""
-    return message.keys() == _PLAIN and isinstance(message["content"], str)
+def is_plain(message: Any) -> bool:
+    """Whether a message has a role and a text with words, and nothing else, as most messages have."""
+    if not isinstance(message, dict) or message.keys() != _PLAIN:
+        return False
+    role, content = message["role"], message["content"]
+    return isinstance(role, str) and isinstance(content, str) and bool(role.strip() and content.strip())
 
 
 def are_written(value: Any) -> bool:

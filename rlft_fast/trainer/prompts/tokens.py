@@ -1,11 +1,11 @@
 """Tokens of texts: those of many rows are made together, which takes about half the time of one by one.
 
-A row is a generator. It yields texts, is sent the tokens of each, and returns the result for the row.
+A row is a generator. It yields texts once, is sent the tokens of each, and returns the result for the row.
 """
 
 import gc
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar
@@ -18,7 +18,7 @@ T = TypeVar("T")
 _Tokens = list[int] | Exception
 
 Encoding = Generator[list[str], Any, T]
-"""Yields texts, is sent the ids of each, and returns the result. A text without tokens raises an error in there."""
+"""Yields texts once, is sent the ids of each, and returns the result. A text without tokens raises its error there."""
 
 _ROWS = 1024  # that are made together
 _CHARACTERS = 1 << 20  # of texts that are tokenized together: tokenizers holds 50 bytes and more for each token
@@ -68,44 +68,26 @@ class _Started(Generic[T]):
     """Rows whose texts a thread makes tokens of."""
 
     def __init__(self, rows: Sequence[Encoding[T]], tokenizer: Tokenizer, thread: ThreadPoolExecutor) -> None:
-        self._rows, self._tokenizer, self._thread = joined(rows), tokenizer, thread
-        self._results: list[T] = []
-        self._tokens = self._resume(None)
+        self._rows = rows
+        self._results: dict[int, T] = {}
+        self._texts: dict[int, list[str]] = {}
+        for i, row in enumerate(rows):
+            try:
+                self._texts[i] = next(row)
+            except StopIteration as end:  # it asks for no tokens
+                self._results[i] = end.value
+        self._tokens = thread.submit(_encode, [*chain.from_iterable(self._texts.values())], tokenizer)
 
     def finish(self) -> list[T]:
-        while self._tokens is not None:
-            self._tokens = self._resume(self._tokens.result())
-        return self._results
-
-    def _resume(self, found: list[_Tokens] | None) -> Future[list[_Tokens]] | None:
-        try:
-            texts = self._rows.send(found)
-        except StopIteration as end:
-            self._results = end.value
-            return None
-        return self._thread.submit(_encode, texts, self._tokenizer)
-
-
-def joined(rows: Sequence[Encoding[T]]) -> Encoding[list[T]]:
-    """The results of rows whose texts are tokenized together, as one row.
-
-    Raises:
-        Exception: a row raises it.
-    """
-    results: dict[int, T] = {}
-    asked: dict[int, list[str]] = {}
-    found: dict[int, list[_Tokens] | None] = dict.fromkeys(range(len(rows)))
-    while found:
-        for i, tokens in found.items():
-            failed = next((x for x in tokens or () if isinstance(x, Exception)), None)
+        tokens_of_all = iter(self._tokens.result())
+        for i, texts in self._texts.items():
+            tokens = [*islice(tokens_of_all, len(texts))]
+            failed = [x for x in tokens if isinstance(x, Exception)]
             try:
-                asked[i] = rows[i].send(tokens) if failed is None else rows[i].throw(failed)
+                self._rows[i].throw(failed[0]) if failed else self._rows[i].send(tokens)
             except StopIteration as end:
-                results[i] = end.value
-        tokens_of_all = iter((yield [*chain.from_iterable(asked.values())]) if asked else ())
-        found = {i: [*islice(tokens_of_all, len(texts))] for i, texts in asked.items()}
-        asked = {}
-    return [results[i] for i in range(len(rows))]
+                self._results[i] = end.value
+        return [self._results[i] for i in range(len(self._rows))]
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> list[_Tokens]:

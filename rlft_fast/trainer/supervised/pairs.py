@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import PairDataConfig, RewardDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief
-from rlft_fast.trainer.prompts import Encoding, LeftOut, Overlong, Row, RowSet, joined, without_nulls
+from rlft_fast.trainer.prompts import LeftOut, Overlong, Row, RowSet, without_nulls
 from rlft_fast.trainer.supervised.reference import Reference
 from rlft_fast.trainer.supervised.rows import OverlongError, Reader, TaughtRows, Tokens, taught_rows
-from rlft_fast.trainer.supervised.spans import alternating
+from rlft_fast.trainer.supervised.spans import Written, alternating
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +110,31 @@ def _scored_at_the_end(tokens: Tokens) -> Tokens:
     return Tokens([*tokens.ids[:end], tokens.ids[end - 1]], alternating([end, 1]))
 
 
-def _read(reader: Reader, config: PairDataConfig, row: Row) -> Encoding[_Pair]:
+def _read(reader: Reader, config: PairDataConfig, row: Row) -> Written[_Pair]:
     columns = (config.prompt_column, config.chosen_column, config.rejected_column)
     prompt, chosen, rejected = (without_nulls(row.get(name)) for name in columns)
     if chosen is None or rejected is None:
         raise ValueError(f"it has no {columns[1]!r} or no {columns[2]!r}; its columns are {sorted(row)}")
     if prompt is None:
         prompt, chosen, rejected = _without_beginning(chosen, rejected, columns[0])
-    both = yield from joined([reader.answered(row, prompt, answer) for answer in (chosen, rejected)])
-    if both[0] == both[1]:
-        if len(both[0].ids) == config.max_sequence_tokens and config.overlong == "truncate":
+    better, worse = (reader.answered(row, prompt, answer) for answer in (chosen, rejected))
+
+    def make(found: Sequence[list[int]]) -> _Pair:
+        size = len(better.texts)
+        return _pair(config, row, better.make(found[:size]), worse.make(found[size:]))
+
+    return Written([*better.texts, *worse.texts], make)
+
+
+def _pair(config: PairDataConfig, row: Row, chosen: Tokens, rejected: Tokens) -> _Pair:
+    if chosen == rejected:
+        if len(chosen.ids) == config.max_sequence_tokens and config.overlong == "truncate":
             raise OverlongError("its two answers begin alike")
         raise ValueError("its two answers are equal: there is nothing to prefer")
     margin = row.get(config.margin_column) if isinstance(config, RewardDataConfig) else None
     if margin is not None and (not isinstance(margin, (int, float)) or not math.isfinite(margin)):
         raise ValueError(f"its margin must be a number, got {brief(repr(margin))}")
-    return _Pair(both[0], both[1], float(margin or 0))
+    return _Pair(chosen, rejected, float(margin or 0))
 
 
 def _without_beginning(chosen: Any, rejected: Any, column: str) -> tuple[Any, Any, Any]:

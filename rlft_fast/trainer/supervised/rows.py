@@ -33,6 +33,7 @@ from rlft_fast.trainer.prompts import (
     find_media,
     find_mistake,
     folder_of,
+    is_plain,
     name_rows,
     only_placeholders,
     reads,
@@ -41,7 +42,7 @@ from rlft_fast.trainer.prompts import (
     tools_of,
     without_nulls,
 )
-from rlft_fast.trainer.supervised.spans import AssistantSpans, Span, alternating, encode_spans
+from rlft_fast.trainer.supervised.spans import AssistantSpans, Span, Written, alternating, cut_text
 
 T = TypeVar("T")
 
@@ -211,7 +212,7 @@ class Reader:
         self.left_out: list[LeftOut] = []
         self.num_truncated = 0
 
-    def each(self, sets: Sequence[RowSet], read: Callable[[Row], Encoding[T]]) -> list[T]:
+    def each(self, sets: Sequence[RowSet], read: Callable[[Row], Written[T]]) -> list[T]:
         """What each row of the sets becomes.
 
         Args:
@@ -223,12 +224,12 @@ class Reader:
         """
         return [found for given in sets for found in self._each(given, read)]
 
-    def _each(self, given: RowSet, read: Callable[[Row], Encoding[T]]) -> list[T]:
+    def _each(self, given: RowSet, read: Callable[[Row], Written[T]]) -> list[T]:
         found: list[T] = []
         mistakes: dict[int, str] = {}
         self.folder = folder_of(given.source)
         with self.limits.many():
-            rows = [*encode_rows(self.tokenizer, (_tried(read(row)) for row in given.rows))]
+            rows = [*encode_rows(self.tokenizer, (_tried(read, row) for row in given.rows))]
         for i, made in enumerate(rows):
             if not isinstance(made, Exception):
                 found.append(made)
@@ -255,14 +256,14 @@ class Reader:
                 raise _TemplateError(str(error)) from error
         return self._spans
 
-    def answered(self, row: Row, prompt: Any, answer: Any) -> Encoding[Tokens]:
+    def answered(self, row: Row, prompt: Any, answer: Any) -> Written[Tokens]:
         """A prompt with an answer, which is taught; each is a text, or messages without nulls.
 
         Raises:
             ValueError: there is nothing to learn, or it is too long.
         """
         if not self.config.chat and isinstance(prompt, str):
-            return (yield from self.told(row, prompt, _require_text("answer", answer)))
+            return self.told(row, prompt, _require_text("answer", answer))
         for text in (prompt, answer):
             if are_written(text):
                 raise ValueError(f"messages must be a list, and not a text such as {brief(repr(text), 200)}")
@@ -272,19 +273,12 @@ class Reader:
         said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         if not isinstance(asked, list) or not isinstance(said, list):
             raise ValueError(f"prompt and answer must be texts or messages, got {brief(repr((prompt, answer)))}")
-        return (yield from self.said(row, [*asked, *said], len(asked)))
+        return self.said(row, [*asked, *said], len(asked))
 
-    def said(self, row: Row, messages: Any, first: int = 0) -> Encoding[Tokens]:
+    def said(self, row: Row, messages: Any, first: int = 0) -> Written[Tokens]:
         """A conversation, of which the assistant's messages from the first on are taught."""
-        if not isinstance(messages, list) or not all(isinstance(x, dict) and "role" in x for x in messages):
-            raise ValueError(f"messages must have a role and content, got {brief(repr(messages))}")
-        if (mistake := find_mistake(messages)) is not None:
-            raise ValueError(mistake)
-        if (media := find_media(messages, takes_images=self.image_reader is not None)) is not None:
-            raise ValueError(
-                f"its messages have {media!r}: images reach models that learn from them, in the objectives rl and sft; "
-                "videos and audio reach none"
-            )
+        if not isinstance(messages, list) or not all(map(is_plain, messages)):  # most conversations are plain
+            self._check(messages)
         images = self._images(row, messages)
         messages = only_placeholders(messages)
         if not any(message["role"] == "assistant" for message in messages[first:]):
@@ -299,8 +293,20 @@ class Reader:
         self._require_short(text)
         if self.image_reader is not None:
             text, spans = _with_images(self.image_reader, text, spans, images)
-        ids, taught = yield from encode_spans(text, spans, joins=self.joins)
-        return self._checked(ids, taught, images)
+        cut = cut_text(text, spans, joins=self.joins)
+        return Written(cut.texts, lambda found: self._checked(*cut.make(found), images))
+
+    def _check(self, messages: Any) -> None:
+        """Raises ValueError for messages that no template can take."""
+        if not isinstance(messages, list) or not all(isinstance(x, dict) and "role" in x for x in messages):
+            raise ValueError(f"messages must have a role and content, got {brief(repr(messages))}")
+        if (mistake := find_mistake(messages)) is not None:
+            raise ValueError(mistake)
+        if (media := find_media(messages, takes_images=self.image_reader is not None)) is not None:
+            raise ValueError(
+                f"its messages have {media!r}: images reach models that learn from them, in the objectives rl and sft; "
+                "videos and audio reach none"
+            )
 
     def _images(self, row: Row, messages: list[Message]) -> PromptImages | None:
         if self.image_reader is None:
@@ -319,19 +325,23 @@ class Reader:
         conversation = style.with_tools(given)
         return conversation, len(conversation.messages) - len(after)
 
-    def told(self, row: Row, prompt: str, text: str) -> Encoding[Tokens]:
+    def told(self, row: Row, prompt: str, text: str) -> Written[Tokens]:
         """A text behind a prompt, which may be empty, and the end token behind it. No template is applied."""
         self._images(row, [])  # a text has no place for an image
         self._require_short(prompt + text)
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ValueError("the tokenizer names no end token, with which a text ends: set eos_token in its settings")
-        *before, ids = yield [*([prompt] if prompt else []), text]
-        before = [*self.start, *chain.from_iterable(before)]
-        if not ids:
-            raise ValueError("its text becomes no token")
-        ids = [*ids, *[end] * (ids[-1] != end)]  # equal texts share their list
-        return self._checked(before + ids, alternating([len(before), len(ids)]))
+
+        def make(found: Sequence[list[int]]) -> Tokens:
+            *before, ids = found
+            if not ids:
+                raise ValueError("its text becomes no token")
+            before_ids = [*self.start, *chain.from_iterable(before)]
+            ids = [*ids, *[end] * (ids[-1] != end)]  # equal texts share their list
+            return self._checked(before_ids + ids, alternating([len(before_ids), len(ids)]))
+
+        return Written([*([prompt] if prompt else []), text], make)
 
     def _checked(self, ids: list[int], taught: bytes, images: PromptImages | None = None) -> Tokens:
         most = self.config.max_sequence_tokens
@@ -372,27 +382,28 @@ def _require_text(column: str, value: Any) -> str:
     return value
 
 
-def _tried(row: Encoding[T]) -> Encoding[T | Exception]:
+def _tried(read: Callable[[Row], Written[T]], row: Row) -> Encoding[T | Exception]:
     """What a row becomes, or its error. A template that cannot be used for any row ends the reading."""
     try:
         with without_panics():
-            return (yield from row)
+            written = read(row)
+            return written.make((yield written.texts))
     except _TemplateError:
         raise
     except Exception as error:  # a template is code of the model's, and tokenizers has no error of its own
         return error
 
 
-def read_taught(reader: Reader, config: SFTDataConfig, row: Row) -> Encoding[Tokens]:
+def read_taught(reader: Reader, config: SFTDataConfig, row: Row) -> Written[Tokens]:
     """The tokens of a row of supervised fine-tuning."""
     columns = (config.messages_column, config.prompt_column, config.completion_column, config.text_column)
     messages, prompt, completion, text = (without_nulls(row.get(name)) for name in columns)
     if messages is not None and config.template is None:
-        return (yield from reader.said(row, messages))
+        return reader.said(row, messages)
     if prompt is not None and completion is not None:
-        return (yield from reader.answered(row, prompt, completion))
+        return reader.answered(row, prompt, completion)
     if text is not None and config.template is None:
-        return (yield from reader.told(row, "", _require_text(config.text_column, text)))
+        return reader.told(row, "", _require_text(config.text_column, text))
     raise ValueError(
         f"it has no {columns[0]!r}, no {columns[1]!r} with {columns[2]!r}, and no {columns[3]!r}; its columns are "
         f"{sorted(row)}"

@@ -11,16 +11,19 @@ the contents in place of its marks, the words stand where the marks stood, and a
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlft_fast.errors import brief
-from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Encoding, Limits, Message, is_plain, render
+from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Limits, Message, is_plain, render
+
+T = TypeVar("T")
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBES = (("Yes.", "No."), ("One, two.\nThree: four", '{"five": [6]}'))
@@ -31,6 +34,13 @@ class Span(NamedTuple):
 
     start: int
     end: int
+
+
+class Written(NamedTuple, Generic[T]):
+    """Texts, and what their tokens make."""
+
+    texts: list[str]
+    make: Callable[[Sequence[list[int]]], T]
 
 
 class AssistantSpans:
@@ -85,8 +95,9 @@ class AssistantSpans:
             text = self._render(conversation)
             known = self._by_skeleton(conversation, text)
             spans = [self._find_one(conversation, text, i, known.get(i)) for i in taught]
-        said = "".join(text[span.start : span.end] for span in spans)
-        for call in (call for i in taught for call in conversation.messages[i].get("tool_calls") or ()):
+        calls = [call for i in taught for call in conversation.messages[i].get("tool_calls") or ()]
+        said = "".join(text[span.start : span.end] for span in spans) if calls else ""
+        for call in calls:
             name = call.get("function", call).get("name")
             if not isinstance(name, str) or name not in said:
                 raise ValueError(f"the chat template does not show the call of the tool {name!r}: leave the row out")
@@ -292,8 +303,8 @@ def _num_equal(text: str, other: str) -> int:
     return next((i for i in range(length) if text[i] != other[i]), length)
 
 
-def encode_spans(text: str, spans: Sequence[Span], *, joins: bool) -> Encoding[tuple[list[int], bytes]]:
-    """Tokens of a text, and of each 1 if it is taught, else 0.
+def cut_text(text: str, spans: Sequence[Span], *, joins: bool) -> "Written[tuple[list[int], bytes]]":
+    """A text whose tokens make all its tokens, and of each 1 if it is taught, else 0.
 
     A generator gets the tokens of a prompt, and adds tokens to them. So the text is cut where spans begin and end, and
     its pieces are tokenized one by one. A tokenizer that adds a space to each piece gets the whole text, in which no
@@ -305,14 +316,20 @@ def encode_spans(text: str, spans: Sequence[Span], *, joins: bool) -> Encoding[t
         joins: whether tokens of pieces, one after the other, are tokens of the whole text.
 
     Raises:
-        ValueError: a token reaches over a cut.
+        ValueError: where the tokens are made: a token reaches over a cut.
     """
-    bounds = [0, *(bound for span in spans for bound in span), len(text)]
+    bounds = [0, *chain.from_iterable(spans), len(text)]
     if joins:
-        pieces = yield [text[start:end] for start, end in pairwise(bounds)]
-        sizes = [*map(len, pieces)]
-        return [*chain.from_iterable(pieces)], alternating(sizes)
-    ids, *pieces = yield [text, *(text[:bound] for bound in bounds[1:])]
+        return Written([text[start:end] for start, end in pairwise(bounds)], _joined)
+    return Written([text, *(text[:bound] for bound in bounds[1:])], partial(_cut, text, bounds))
+
+
+def _joined(pieces: Sequence[list[int]]) -> tuple[list[int], bytes]:
+    return [*chain.from_iterable(pieces)], alternating([*map(len, pieces)])
+
+
+def _cut(text: str, bounds: Sequence[int], found: Sequence[list[int]]) -> tuple[list[int], bytes]:
+    ids, *pieces = found
     cuts = [0]
     for bound, piece in zip(bounds[1:], pieces, strict=True):
         if ids[: len(piece)] != piece:

@@ -185,11 +185,14 @@ def test_conversations_with_one_timer_are_limited_one_by_one(monkeypatch):
         while time.thread_time() < end:
             pass
 
-    before = signal.getsignal(signal.SIGVTALRM)
+    before, memory = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS)
     with found.many():
         for _ in range(3):
             with found.one():
-                compute(0.05)
+                with found.one():
+                    compute(0.05)
+                assert resource.getrlimit(resource.RLIMIT_AS) != memory
+            assert resource.getrlimit(resource.RLIMIT_AS) == memory
         compute(0.15)  # between conversations
         with other.one():  # has a timer of its own
             pass

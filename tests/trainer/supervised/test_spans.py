@@ -7,9 +7,9 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlft_fast.trainer.prompts import Conversation, Limits, encode_rows
+from rlft_fast.trainer.prompts import Conversation, Limits
 from rlft_fast.trainer.supervised import AssistantSpans
-from rlft_fast.trainer.supervised.spans import Span, encode_spans
+from rlft_fast.trainer.supervised.spans import Span, cut_text
 from tests.support.tiny_models import chat_tokenizer
 from tests.trainer.supervised.rows import CHATML, say
 
@@ -140,8 +140,7 @@ def test_pieces_are_tokenized_as_a_generator_sees_them():
     vocab = {"a": 0, "b": 1, "ab": 2}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    rows = [encode_spans("abab", [Span(1, 4)], joins=True)]
-    assert [*encode_rows(fast, rows)] == [([0, 1, 2], b"\0\1\1")]
+    assert tokens_of(fast, cut_text("abab", [Span(1, 4)], joins=True)) == ([0, 1, 2], b"\0\1\1")
 
 
 def test_a_tokenizer_that_adds_spaces_gets_the_whole_text():
@@ -152,7 +151,10 @@ def test_a_tokenizer_that_adds_spaces_gets_the_whole_text():
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    rows = [encode_spans("abc", [Span(1, 3)], joins=False)]
-    assert [*encode_rows(fast, rows)] == [([0, 1, 4], b"\0\0\1")]
+    assert tokens_of(fast, cut_text("abc", [Span(1, 3)], joins=False)) == ([0, 1, 4], b"\0\0\1")
     with pytest.raises(ValueError, match="a token reaches over the beginning or end of words, behind 'ab'"):
-        [*encode_rows(fast, [encode_spans("abc", [Span(2, 3)], joins=False)])]
+        tokens_of(fast, cut_text("abc", [Span(2, 3)], joins=False))
+
+
+def tokens_of(tokenizer, written):
+    return written.make([tokenizer.encode(text, add_special_tokens=False) for text in written.texts])
