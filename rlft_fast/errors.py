@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar
 
+from rlft_fast.garbage import uncollected
+
 T = TypeVar("T")
 
 # What the extra `train` of pyproject.toml brings, by the names that are imported.
@@ -122,7 +124,7 @@ def names_on_first_use(package: str) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with needing_train():
+        with needing_train(), uncollected():
             return getattr(import_module(places[name]), name)
 
     return find

@@ -41,8 +41,8 @@ class Suite:
 COMMON = (
     ".ci/run", "Makefile", "constraints.txt", "pyproject.toml", "setup.py", "tests/conftest.py", "tests/suites.py",
     "tests/support", "rlft_fast/__init__.py", "rlft_fast/__main__.py", "rlft_fast/config", "rlft_fast/data",
-    "rlft_fast/errors.py", "rlft_fast/files.py", "rlft_fast/foreign.py", "rlft_fast/plugins.py",
-    "rlft_fast/templates.py", "rlft_fast/tokenizer_files.py", "rlft_fast/world",
+    "rlft_fast/errors.py", "rlft_fast/files.py", "rlft_fast/foreign.py", "rlft_fast/garbage.py",
+    "rlft_fast/plugins.py", "rlft_fast/templates.py", "rlft_fast/tokenizer_files.py", "rlft_fast/world",
 )  # fmt: skip
 OPS = ("csrc", "rlft_fast/ops", "tests/ops")
 MODELS = ("rlft_fast/models", "tests/models")

@@ -5,6 +5,7 @@ A module is imported when its command runs, so that help and mistakes are answer
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -100,6 +101,8 @@ def script() -> NoReturn:
         status = error.code
         raise
     finally:
+        if "triton._C.libtriton" not in sys.modules:  # which reports at the exit what was not freed
+            gc.freeze()  # Python would look through all objects again, which takes a second with torch
         ending = threading.Timer(_SECONDS_TO_EXIT, _end, [status if isinstance(status, int) else 1])
         ending.daemon = True
         ending.start()

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlft_fast.config import Config, RunConfig, TaughtConfig
+from rlft_fast.garbage import uncollected
 from rlft_fast.models import load_tokenizer
-from rlft_fast.trainer.prompts import LeftOut, Overlong, Prompts, load_data, uncollected
+from rlft_fast.trainer.prompts import LeftOut, Overlong, Prompts, load_data
 from rlft_fast.trainer.supervised import PairRows, RowsData, TaughtRows
 
 

@@ -42,7 +42,7 @@ from rlft_fast.trainer.prompts.messages import (
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.prompts.runs import load_data, load_held_out, load_training
 from rlft_fast.trainer.prompts.streaming import StreamError, stream_prompts
-from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, uncollected
+from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
 
 __all__ = [
     "MARK",
@@ -88,7 +88,6 @@ __all__ = [
     "start_of_texts",
     "stream_prompts",
     "tools_of",
-    "uncollected",
     "with_words",
     "without_nulls",
     "words_of",

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 from rlft_fast.config import DataConfig
 from rlft_fast.data import Images
 from rlft_fast.errors import brief
+from rlft_fast.garbage import uncollected
 from rlft_fast.trainer.prompts.chat import Conversation, Rendered, Tokenizer, render_row, without_nulls
 from rlft_fast.trainer.prompts.formats import Row
 from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages, folder_of, row_images
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, are_written, find_mistake, is_plain
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, prompt_column, read_sets
-from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, uncollected
+from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
 
 T = TypeVar("T")
 

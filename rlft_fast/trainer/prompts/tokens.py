@@ -3,10 +3,8 @@
 A row is a generator. It yields texts once, is sent the tokens of each, and returns the result for the row.
 """
 
-import gc
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
@@ -22,22 +20,6 @@ Encoding = Generator[list[str], Any, T]
 
 _ROWS = 1024  # that are made together
 _CHARACTERS = 1 << 20  # of texts that are tokenized together: tokenizers holds 50 bytes and more for each token
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Python's garbage collector does not run inside.
-
-    Rows have no cycles, and the collector would look through all rows again and again: a quarter of the time.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def encode_rows(tokenizer: Tokenizer, rows: Iterable[Encoding[T]]) -> Iterator[T]:

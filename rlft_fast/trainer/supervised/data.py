@@ -8,9 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import PairConfig, SFTConfig, TaughtConfig
 from rlft_fast.errors import Checks
+from rlft_fast.garbage import uncollected
 from rlft_fast.models import image_family, load_tokenizer
 from rlft_fast.trainer.learn import check_teacher
-from rlft_fast.trainer.prompts import ImageReader, RowSet, Stream, read_sets, uncollected
+from rlft_fast.trainer.prompts import ImageReader, RowSet, Stream, read_sets
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
 from rlft_fast.trainer.supervised.rows import TaughtRows, load_rows
 
