@@ -34,7 +34,7 @@ class RolloutBeside(Rollout):
         self._load()
 
     def _restart(self, failure: Exception) -> None:
-        """Other servers take the places of those that have died."""
+        """New servers take the places of dead servers."""
         self._load()
 
     def _load(self) -> None:

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Dispatch(Enum):
-    """Who gets which arguments, and what the driver gets back.
+    """Which arguments each worker gets, and what the driver gets back.
 
     ONE_TO_ALL: all workers get the same arguments; the driver gets a list of their results, in the order of ranks.
     DP_COMPUTE_PROTO: a `Batch`, or the rows of lists, is shared among the workers; the driver gets one result.

@@ -68,8 +68,8 @@ class EnvironmentPool:
 
     Attributes:
         tools: by the names of the classes, JSON schemas of the tools that the policy may call.
-        seconds: by the number of an episode, the seconds from each of its calls to the answer. Who reads them removes
-            them.
+        seconds: by the number of an episode, the seconds from each of its calls to the answer. A player takes the
+            seconds of an episode out when the episode has ended.
 
     Raises:
         ValueError: a class cannot be loaded, or is no environment.

@@ -152,7 +152,7 @@ def _patching(own: Any) -> Any:
 
 
 def _causal_language_model(model: nn.Module) -> PreTrainedModel | None:
-    """The model itself, or the one that an actor has as `model`, without PEFT's wrapper; None for critics."""
+    """The model itself, or the model that an actor has as `model`, without PEFT's wrapper; None for critics."""
     if not isinstance(model, PreTrainedModel):
         model = getattr(model, "model", model)
     if hasattr(model, "get_base_model"):

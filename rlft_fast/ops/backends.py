@@ -44,7 +44,7 @@ def resolve_backend(
     """The backend that runs: "native", "triton" or "reference".
 
     Raises:
-        ValueError: an unknown backend, or one that this install, device or vocabulary sharding cannot have.
+        ValueError: the backend is unknown, or this install, device or vocabulary sharding cannot have it.
         TypeError: float64 on a GPU, where only the reference has it.
     """
     if backend not in ("auto", "native", "triton", "reference"):

@@ -11,7 +11,7 @@ from rlft_fast.rollout.types import Answers, Request, SamplingParams
 
 
 class JoinedRequests:
-    """Answers the requests of several threads, in one call of the generator those that wait at the same time.
+    """Answers the requests of several threads. Requests that wait at the same time share a call of the generator.
 
     Args:
         answer: answers requests; it is called by one thread at a time.

@@ -91,7 +91,7 @@ class Trainer(Protocol):
         ...
 
     def identity(self) -> Mapping[str, Any]:
-        """What a run has to have in common with the one that it continues, see `require_same`."""
+        """What a run has to have in common with the run that it continues, see `require_same`."""
         ...
 
     def notes(self) -> Iterable[str]:

@@ -142,7 +142,7 @@ def open_environment(
 
 
 def _columns_of(name: str, configs: Mapping[str, EnvironmentConfig], sets: Sequence[Prompts]) -> list[str]:
-    """Names of the columns of an environment's rows; beside other environments, of those that some row fills."""
+    """Names of the columns of an environment's rows; beside other environments, of the columns that some row fills."""
     found = {"prompt", *(sets[0].columns if not name else ())}
     for prompts in sets if name else ():
         own = [i for i, other in enumerate(environment_names(configs, prompts)) if other == name]
@@ -274,7 +274,7 @@ def _check_same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def identity_of(config: Config, prompts: Prompts, held_out: dict[str, Prompts]) -> dict[str, Any]:
-    """What a run has to have in common with the one that it continues."""
+    """What a run has to have in common with the run that it continues."""
     sets = {f"held_out{'_' * bool(name)}{name}": found.description for name, found in held_out.items()}
     data = {"training": prompts.description} | sets
     return {"data": data, "checksum": model_checksums(config), "settings": fixed_settings(config)}

@@ -1,4 +1,4 @@
-"""A part of a checkpoint, such as its weights alone, for engines that need not be those that were saved."""
+"""A part of a checkpoint, such as its weights alone, for engines that need not be the saved engines."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -184,7 +184,7 @@ class Search:
             return None
 
     def seconds(self, config: RunConfig) -> float:
-        """About the seconds of a step, apart from those that no setting changes."""
+        """About the seconds of a step, apart from seconds that no setting changes."""
         roles, updates, moves = run_roles(config), 0.0, 0.0
         for name, trained in self.trained.items():
             engine = roles[name].config
@@ -248,7 +248,7 @@ class _Trained:
         return other
 
     def learn(self, config: EngineConfig, engine: EngineMemory) -> None:
-        """Takes the bytes of a token, and those that no token adds, from a plan with these settings."""
+        """Takes the bytes of a token, and the bytes that no token adds, from a plan with these settings."""
         in_all = engine.memory["activations"] + engine.memory["logits workspace"]
         self.bytes_per_row[config.activation_checkpointing] = in_all / _rows(config)
         self.rest[config.activation_checkpointing] = _rest(engine)

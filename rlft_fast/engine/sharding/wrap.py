@@ -210,7 +210,7 @@ def move_gradients(model: nn.Module, device: torch.device | str) -> None:
 
 
 def discard_gradients(model: nn.Module) -> None:
-    """Drops all gradients, also those that FSDP has not reduced yet, and FSDP's state of a failed pass."""
+    """Drops all gradients, also gradients that FSDP has not reduced yet, and FSDP's state of a failed pass."""
     if weights := narrow_weights(model):
         weights.drop_gradients()
     if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # torch >= 2.12

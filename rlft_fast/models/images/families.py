@@ -28,7 +28,8 @@ class ImageFamily:
 
     Attributes:
         fields: names of all inputs that `read` returns.
-        tower_fields: names of those that the model's ``get_image_features`` takes. Their first dimension joins images.
+        tower_fields: names of the inputs that the model's ``get_image_features`` takes. Their first dimension joins
+            images.
         patches: the number of patches that ``pixel_values`` must have.
         runs: the lengths of the runs of image tokens, in the order of the images.
         runs_of_each: the number of runs of each image.

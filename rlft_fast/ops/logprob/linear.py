@@ -302,7 +302,7 @@ def _needs_grad(problem: Problem) -> list[bool]:
 
 
 def _with_backend(problem: Problem, kind: str) -> Problem:
-    """The problem with the backend that runs in place of the one that was asked for."""
+    """The problem with the backend that runs in place of the backend in the call."""
     hidden = problem.hidden_TD
     shape = (hidden.shape[0], hidden.shape[1], _SHARDED_VOCAB if problem.group else problem.vocab)
     backend = resolve_backend(problem.backend, hidden.device, problem.dtype, kind, shape, bool(problem.group))

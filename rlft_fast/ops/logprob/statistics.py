@@ -110,7 +110,7 @@ THRESHOLD_BYTES_PER_LOGIT = 5
 
 
 def keep_above_(z_RC: Tensor, rows: Rows, start: int, transform: Transform) -> tuple[Transform, Tensor]:
-    """Replaces raw logits by those that the softmax sees, and by -inf those below their row's threshold.
+    """Replaces raw logits by the logits that the softmax sees, and logits below their row's threshold by -inf.
 
     A softmax over the logits that reach the threshold is what a sampler with top-k, top-p or min-p draws from. A row's
     target is kept in any case: it was sampled, so it was in the support, and the trainer's logits differ from the

@@ -68,7 +68,7 @@ def adapter_options(adapter: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_adapter(llm: Any, weights: WeightStream, adapter: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Has vLLM take adapters in place of those that it has.
+    """Has vLLM take adapters in place of the adapters that it has.
 
     Args:
         llm: vLLM's ``LLM``.

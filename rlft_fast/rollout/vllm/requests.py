@@ -97,7 +97,7 @@ def check_structured(structured: Mapping[Any, Any]) -> None:
     """Refuses what vLLM cannot read, before anything is started.
 
     Raises:
-        ValueError: a wrong pattern, schema or grammar, or one that xgrammar does not know.
+        ValueError: a pattern, schema or grammar that is wrong, or that xgrammar does not know.
     """
     if not structured:
         return

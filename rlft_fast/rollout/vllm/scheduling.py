@@ -60,7 +60,7 @@ class ServerPool(Generic[S]):
         on_loss: is told of each server that is lost.
 
     Attributes:
-        servers: those that are not lost.
+        servers: all servers that are not lost.
     """
 
     def __init__(self, servers: Sequence[S], limit: int, on_loss: Callable[[S, Exception], None]) -> None:

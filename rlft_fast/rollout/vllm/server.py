@@ -1,7 +1,7 @@
 """One vLLM server: how it is started, what guards it, and what it is asked to do. Needs no vLLM on this machine.
 
 A server wants the token of the environment variable VLLM_API_KEY with every request. vLLM itself asks for the token on
-some of its routes only, and leaves out those that replace weights; `RequireToken` guards all of them.
+some of its routes only, and leaves out the routes that replace weights; `RequireToken` guards all of them.
 """
 
 import contextlib

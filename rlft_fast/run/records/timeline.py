@@ -66,7 +66,7 @@ class _Line(NamedTuple):
 
 
 def merged(spans: Iterable[tuple[str, str, float, float]], pause: float = 0.0) -> list[Span]:
-    """The spans by phase and worker, in order; those that overlap, or that a shorter pause [s] parts, become one."""
+    """The spans by phase and worker, in order; spans that overlap, or that a pause below `pause` [s] parts, are one."""
     found: list[Span] = []
     for span in sorted(Span(*span) for span in spans):
         last = found[-1] if found else None

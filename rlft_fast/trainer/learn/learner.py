@@ -29,7 +29,7 @@ class Update(NamedTuple):
 
 
 class Learner:
-    """Runs the policy, the critic and the reference over batches, and steps those that train.
+    """Runs the policy, the critic and the reference over batches, and steps the models that train.
 
     Args:
         config: of the run.
