@@ -111,7 +111,9 @@ class RewardConfig(Section):
     keep_special_tokens: bool = False
     """Functions and reward models see special tokens in the texts of answers, apart from the end token."""
     clip: tuple[float, float] | None = None
-    """Lowest and highest reward: rewards beyond are set to them, before penalties. Evaluation ignores it."""
+    """Lowest and highest reward: rewards beyond are set to them, before penalties. Evaluation ignores it.
+
+    algorithm.skip_equal_groups and its like compare rewards within these bounds: rewards beyond one bound are equal."""
     normalize: Literal["none", "scale", "standardize"] = "none"
     """scale: divide rewards by their standard deviation over the run so far; standardize: subtract their mean, too.
 

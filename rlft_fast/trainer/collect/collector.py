@@ -165,7 +165,7 @@ class Collector:
 
     def rows_with_signal(self, scored: Samples) -> list[int]:
         """The rows of the prompts whose samples differ in what the configuration compares."""
-        return rows_with_signal(scored, self.config.algorithm.filter_by)
+        return rows_with_signal(scored, self.config.algorithm.filter_by, self.config.reward.clip)
 
     def taught(self, samples: Samples, with_signal: list[int]) -> Samples:
         """The samples to learn from, given the rows with a signal."""

@@ -99,11 +99,11 @@ class Curriculum:
 
         Args:
             rows: row of the data of each prompt of the step.
-            scored: samples of all ranks, before penalties on length.
+            scored: samples of all ranks, before their rewards are clipped and penalized.
         """
         if not self.share:
             return
-        row_B, value_B = compared_rewards(scored, self.config.algorithm.filter_by)
+        row_B, value_B = compared_rewards(scored, self.config.algorithm.filter_by, self.config.reward.clip)
         row_B, value_B = row_B[~np.isnan(value_B)], value_B[~np.isnan(value_B)]  # a part may be missing
         row_G, group_B = np.unique(np.array(rows, dtype=np.int64)[row_B], return_inverse=True)
         count_G, mean_G, squares_G = _moments(value_B, group_B, len(row_G))

@@ -94,8 +94,7 @@ def penalize_length(samples: Samples, config: RewardConfig, max_new_tokens: int)
 
     The penalty is also a part of the reward, "length", which is negative or 0.
     """
-    if config.clip is not None:
-        samples = samples.replace(reward_B=samples.reward_B.clamp(*config.clip))  # NaN stays
+    samples = samples.replace(reward_B=_clipped(samples.reward_B, config.clip))
     if not (config.truncation_penalty or config.overlong_buffer):
         return samples
     near = [overlong_penalty(x, max_new_tokens, config.overlong_buffer) for x in _longest_sampled(samples).tolist()]
@@ -103,6 +102,10 @@ def penalize_length(samples: Samples, config: RewardConfig, max_new_tokens: int)
     reward_B = samples.reward_B - cost_B
     length_B = (0.0 - cost_B).where(samples.has_reward_B, math.nan)
     return samples.replace(reward_B=reward_B, parts={**samples.parts, "length": length_B})
+
+
+def _clipped(reward_B: Tensor, clip: tuple[float, float] | None) -> Tensor:
+    return reward_B if clip is None else reward_B.clamp(*clip)  # NaN stays
 
 
 def _longest_sampled(samples: Samples) -> Tensor:
@@ -114,24 +117,35 @@ def _longest_sampled(samples: Samples) -> Tensor:
     return torch.zeros_like(samples.length_B).scatter_reduce(0, sample_N, sampled_N, "amax")
 
 
-def rows_with_signal(samples: Samples, part: str | None = None) -> list[int]:
+def rows_with_signal(
+    samples: Samples, part: str | None = None, clip: tuple[float, float] | None = None
+) -> list[int]:  # fmt: skip
     """The rows of those prompts whose samples did not all get the same reward, in order.
 
     Args:
         samples: of one rollout, before `penalize_length`: wrong answers of different lengths are equally wrong.
-        part: name of a part of the reward, to be compared instead.
+        part: see `compared_rewards`.
+        clip: see `compared_rewards`.
     """
-    row, value = compared_rewards(samples, part)
+    row, value = compared_rewards(samples, part, clip)
     order = np.lexsort((value, row))
     row, value = row[order], value[order]
     is_equal = (value[1:] == value[:-1]) | (np.isnan(value[1:]) & np.isnan(value[:-1]))
     return np.unique(row[1:][(row[1:] == row[:-1]) & ~is_equal]).tolist()
 
 
-def compared_rewards(samples: Samples, part: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """The row of each sample with a reward, and its reward, or the part of its reward that is compared instead."""
+def compared_rewards(
+    samples: Samples, part: str | None, clip: tuple[float, float] | None
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """The row of each sample with a reward, and the value by which the samples of a prompt are compared.
+
+    Args:
+        samples: before `penalize_length`.
+        part: name of a part of the reward, whose values are compared as they are; None: the rewards.
+        clip: bounds of the rewards. Rewards that are equal within the bounds teach nothing.
+    """
     has_reward = samples.has_reward_B.numpy()
-    value_B = samples.reward_B if part is None else samples.parts[part]
+    value_B = _clipped(samples.reward_B, clip) if part is None else samples.parts[part]
     return samples.row_B.numpy()[has_reward], value_B.numpy()[has_reward]
 
 

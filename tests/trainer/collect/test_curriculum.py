@@ -195,6 +195,23 @@ def test_the_rest_of_a_group_is_drawn_where_its_first_samples_differ(tiny_model,
     assert taught.row_B.tolist() == [row for row in samples.row_B.tolist() if samples.row_B.tolist().count(row) == 4]
 
 
+@pytest.mark.parametrize("clip", [None, (-2.0, -1.0)])  # all rewards lie in [0, 1)
+def test_a_step_compares_rewards_within_their_bounds(clip, tiny_model, tmp_path):
+    """Prompts whose clipped rewards are equal get no further samples, are replaced, and are not drawn again."""
+    options = OPTIONS | {"reward__function": f"{HERE}:spread", "reward__clip": clip}
+    trainer = PPOTrainer(toy_config(tiny_model("shallow"), tmp_path, **options))
+    trainer.start(0)
+    found = trainer.collect(0)
+    (seen,) = trainer.curriculum.count_N.nonzero()
+    num_prompts, num_samples, num_taught = (4, 16, 16) if clip is None else (8, 16, 0)
+    assert (len(found.prompts), len(found.samples), len(found.taught)) == (num_prompts, num_samples, num_taught)
+    assert len(seen) == num_prompts
+    assert trainer.curriculum.squares_N[seen].all() == (clip is None)
+    assert trainer.curriculum.squares_N.any() == (clip is None)
+    assert found.metrics["zero_std_group_share"] == float(clip is not None)
+    trainer.close()
+
+
 def test_a_resumed_run_has_the_same_bits(tiny_model, tmp_path):
     for name, all_steps in (("whole", [4]), ("resumed", [2, 4])):
         for steps in all_steps:

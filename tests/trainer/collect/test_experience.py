@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch, Samples, cat_samples
+from rlft_fast.rl import ADVANTAGES
 from rlft_fast.rollout import Completion, to_samples
 from rlft_fast.trainer.collect.experience import (
     build_batch,
@@ -24,7 +25,7 @@ from rlft_fast.trainer.collect.experience import (
 from rlft_fast.trainer.learn.objective import Objective
 from rlft_fast.world import World
 from tests.support.machine.distributed import run_distributed
-from tests.support.runs.samples import ANSWERS, PROMPTS, REWARDS, SAMPLES, UNMASKED
+from tests.support.runs.samples import ANSWERS, PROMPTS, REWARDS, SAMPLES, UNMASKED, samples_of
 
 
 def assert_same(found: Samples, expected: Samples) -> None:
@@ -174,6 +175,19 @@ def test_a_part_decides_which_rows_have_a_signal():
     assert rows_with_signal(samples, "verdict") == [1]
     assert rows_with_signal(samples, "other") == [0]
     assert rows_with_signal(samples, "missing") == [1]
+
+
+def test_rewards_that_are_clipped_to_one_bound_are_no_signal():
+    """Exactly the groups that the clip leaves with an advantage are found. A part is compared as it is."""
+    groups = [[2.0, 3.0, 5.0, 7.0], [-4.0, 0.5, 0.5, 0.5], [-2.0, 2.0, 9.0, 9.0], [math.nan, -1.0, -8.0, -1.5]]
+    samples = samples_of(groups)
+    clipped = penalize_length(samples, RewardConfig(clip=(-1.0, 1.0)), 8)
+    advantage_B = ADVANTAGES["grpo"](clipped.reward_B[:12], clipped.row_B[:12])
+    assert [row for row in range(3) if advantage_B[4 * row : 4 * row + 4].any()] == [1, 2]
+    assert rows_with_signal(samples, clip=(-1.0, 1.0)) == [1, 2]
+    assert rows_with_signal(samples) == [0, 1, 2, 3]
+    samples = samples.replace(parts={"own": samples.reward_B})
+    assert rows_with_signal(samples, "own", (-1.0, 1.0)) == [0, 1, 2, 3]
 
 
 def test_rollout_metrics_are_about_all_samples():
