@@ -19,6 +19,7 @@ from rlft_fast.engine.sharding import (
     build_model,
     describe_units,
     drop_graphs,
+    freeze,
     move_gradients,
     multiply_in_float8,
     prepare_blocks,
@@ -172,7 +173,8 @@ class EngineState:
             weights = {name: zlib.crc32(_bytes(tensor)) for name, tensor in module.state_dict().items()}
             engine.world.require_agreement("checksum of the module's weights", weights)
         engine._check_settings()
-        prepare_blocks(module, engine.config, trains=engine.trains)
+        freeze(module, engine.config.freeze)
+        prepare_blocks(module, engine.config, trains=engine.trains, is_random=True)
         engine.model = cast(Any, module)
         engine._shard()
         module.to(engine._home)
@@ -272,7 +274,8 @@ class EngineState:
         if not self.config.offload_between_phases:
             yield
             return
-        self.to(self.device, optimizer=optimizer)
+        # Inside of another phase weights are where they belong, and their forward may have run: its graph holds them.
+        self.to(self.device, params=self._users == 0, optimizer=optimizer)
         self._users += 1
         try:
             yield
@@ -346,7 +349,7 @@ class EngineState:
         if self.optimizer is not None:
             self.optimizer.initialize_state()
             for name, parameter in parameters.items():
-                moments = self.optimizer.state[parameter]
+                moments = self.optimizer.state.get(parameter, {})  # none of a frozen weight
                 state |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
         return state
 

@@ -11,6 +11,7 @@ mesh      which ranks share one copy of a model
 from rlft_fast.engine.sharding.blocks import checkpoint_activations, offload_inputs
 from rlft_fast.engine.sharding.build import (
     build_model,
+    freeze,
     is_wrapped,
     prepare_blocks,
     require_own_numbers,
@@ -55,6 +56,7 @@ __all__ = [
     "drop_graphs",
     "find_units",
     "float8_layers",
+    "freeze",
     "gathered",
     "hand_over_gradients",
     "host_memory",

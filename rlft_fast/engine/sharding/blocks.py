@@ -29,15 +29,19 @@ _EXPENSIVE = {
 }
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: Literal["selective", "full", "offload"]) -> None:
+def checkpoint_activations(
+    blocks: Iterable[nn.Module], mode: Literal["selective", "full", "offload"], *, is_random: bool = False
+) -> None:
     """Has blocks keep only their inputs and run again in the backward pass. Chen et al. 2016, arXiv:1604.06174.
 
     Args:
         blocks: changed in place.
         mode: "selective" also keeps the results of matrix products and attention, and does not run these again. The
             inputs stay with "offload", too, until `offload_inputs`.
+        is_random: whether blocks draw random numbers. The second run draws the same numbers then, for which the states
+            of the generators are kept.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random}
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks:

@@ -72,7 +72,9 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
     return model
 
 
-def prepare_blocks(model: nn.Module, config: EngineConfig, *, trains: bool, compiles: bool = True) -> None:
+def prepare_blocks(
+    model: nn.Module, config: EngineConfig, *, trains: bool, compiles: bool = True, is_random: bool = False
+) -> None:
     """Freezes a model that does not train, and checkpoints and compiles the blocks as configured, in place.
 
     Args:
@@ -80,13 +82,14 @@ def prepare_blocks(model: nn.Module, config: EngineConfig, *, trains: bool, comp
         config: configuration of the engine.
         trains: whether weights get gradients.
         compiles: whether blocks may be compiled: loops over time would be unrolled for every length.
+        is_random: whether a block may draw random numbers, such as dropout.
     """
     if not trains:
         model.requires_grad_(False)
     blocks = decoder_blocks(model, config.wrap)
     mode = config.activation_checkpointing if trains else "none"
     if mode in ("selective", "full", "offload"):
-        checkpoint_activations(blocks, mode)
+        checkpoint_activations(blocks, mode, is_random=is_random)
     if config.compile is True and compiles:
         compile_blocks(blocks)
     if mode == "offload":

@@ -131,6 +131,53 @@ def test_bfloat16_weights_have_masters():
     assert 1e-6 < moved.min() < moved.max() < 3e-5  # but not lost: the rates add up to 2.5e-5
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_dropout_is_the_same_when_a_block_runs_again(mode):
+    def gradients(mode: str) -> dict[str, Tensor]:
+        module, noisy, noise = made()
+        for block in module.blocks:
+            block.append(nn.Dropout(0.5))
+        engine = FSDPEngine.from_module(module, config(activation_checkpointing=mode), num_training_steps=1)
+        torch.manual_seed(1)
+        with engine.train_mode():
+            engine.backward((engine.model(noisy) - noise).square().mean())
+            return {name: parameter.grad.clone() for name, parameter in engine.model.named_parameters()}
+
+    expected = gradients("none")
+    for name, gradient in gradients(mode).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "torch.optim.SGD"])
+def test_frozen_weights_stay_and_are_saved_without_state(optimizer, tmp_path):
+    module, noisy, noise = made()
+    options = config(freeze=("begin.*",), optimizer={"name": optimizer})
+    engine = FSDPEngine.from_module(deepcopy(module), options, num_training_steps=STEPS)
+    train(engine, noisy, noise, 1)
+    assert torch.equal(engine.model.begin.weight, module.begin.weight)
+    assert not torch.equal(engine.model.end.weight, module.end.weight)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"denoiser": engine}, {})
+        again = FSDPEngine.from_module(module, options, num_training_steps=STEPS)
+        manager.load({"denoiser": again})
+    expected = weights(engine)
+    assert {*expected} == {*weights(again)}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(again).items())
+    with pytest.raises(ValueError, match="freeze has the pattern 'start"):
+        FSDPEngine.from_module(module, config(freeze=("start.*",)), num_training_steps=1)
+
+
+def test_offloaded_weights_are_those_of_the_forward_in_the_backward():
+    """In bfloat16, a phase that is opened inside another one leaves the copies that the forward has used."""
+    norms = {}
+    for offloads in (False, True):
+        module, noisy, noise = made()
+        options = config(compute_dtype="bfloat16", activation_checkpointing="full", offload_between_phases=offloads)
+        engine = FSDPEngine.from_module(module, options, num_training_steps=STEPS)
+        norms[offloads] = train(engine, noisy.bfloat16(), noise)
+    assert norms[True] == norms[False]
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
