@@ -24,6 +24,7 @@ from rlft_fast.models.value_head import stored_head
 from rlft_fast.models.weights import (
     build_on_meta,
     check_weights,
+    keeps_float32,
     load_weights,
     mark_quantized,
     materialize,
@@ -161,4 +162,7 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
         raise ValueError(f"cannot build the model in {path}: {type(error).__name__}: {error}") from error
     require_causal(model)
     mark_quantized(model, quantizer)
+    for name, buffer in model.named_buffers():
+        if keeps_float32(model, name):  # transformers does so where it loads weights, and not where it builds a model
+            buffer.data = buffer.float()
     return model

@@ -35,6 +35,7 @@ from rlft_fast.models import (
     ValueModel,
     end_token_ids,
     folder_dtype,
+    keeps_float32,
     load_tokenizer,
     split_stop,
     token_classifier,
@@ -132,7 +133,7 @@ def _begin(engine: FSDPEngine, shards: "_ShardWriter", dtype: Dtype | None, stop
     _copy_model_files(source, shards.folder)
     own = folder_dtype(source) if dtype is None else None
     dtype = dtype or next((x for x in get_args(Dtype) if getattr(torch, x) == own), "float32")
-    shards.dtype = getattr(torch, dtype)
+    shards.dtype, shards.keeps_float32 = getattr(torch, dtype), partial(keeps_float32, model.pretrained)
     head = token_classifier(model.pretrained).config() if isinstance(model, ValueModel) else {}
     _change(shards.folder / "config.json", head | {"dtype": dtype})
     if isinstance(model, PolicyModel):
@@ -156,13 +157,15 @@ class _ShardWriter:
         self.stem = stem
         self.max_bytes = max_bytes
         self.dtype = torch.float32
+        self.keeps_float32: Callable[[str], bool] = lambda name: False
         self.pending: dict[str, Tensor] = {}
         self.shards: list[list[str]] = []
         self.num_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        tensor = tensor.to("cpu", self.dtype).contiguous()
-        if self.dtype == torch.float16 and tensor.isinf().any():
+        dtype = torch.float32 if self.keeps_float32(name) else self.dtype
+        tensor = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        if dtype == torch.float16 and tensor.isinf().any():
             raise ValueError(f"{name} has numbers above 65504, the largest in float16: name another dtype")
         pending_bytes = sum(weight.nbytes for weight in self.pending.values())
         if self.pending and pending_bytes + tensor.nbytes > self.max_bytes:

@@ -176,6 +176,17 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if "lora_" not in name}
 
 
+def keeps_float32(model: PreTrainedModel, name: str) -> bool:
+    """Whether transformers keeps a tensor in float32 where it loads the model in 16 bits.
+
+    Args:
+        model: its class names such tensors, for example biases of routers, which choose experts by small differences.
+        name: of the tensor, in the model or in its checkpoint.
+    """
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+
+
 class CheckpointPart(NamedTuple):
     """A tensor of a checkpoint that holds consecutive elements of one tensor of the model."""
 

@@ -122,6 +122,21 @@ def test_the_dtype_is_that_of_the_model_folder(stored, named, expected, tiny_mod
     reference.assert_equal(dict(model.named_parameters()), weights)
 
 
+def test_biases_of_routers_stay_in_float32(tiny_model, tmp_path):
+    """As transformers loads them beside weights in bfloat16: experts are chosen by small differences."""
+    engine = make_engine(tiny_model("deepseek-v3"))
+    biases = {name: x for name, x in engine.model.model.named_buffers() if name.endswith("e_score_correction_bias")}
+    for bias in biases.values():
+        bias.copy_(torch.linspace(0.1, 0.2, len(bias)))
+        assert not torch.equal(bias, bias.bfloat16().float())
+    export_hf(engine, tmp_path / "hf", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    reference.assert_equal({name: model.get_buffer(name) for name in biases}, biases)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    narrow = make_engine(tmp_path / "hf", config={"param_dtype": "bfloat16", "compute_dtype": "bfloat16"})
+    reference.assert_equal({name: narrow.model.model.get_buffer(name) for name in biases}, biases)
+
+
 def test_numbers_that_float16_does_not_hold(tiny_model, tmp_path):
     engine = make_engine(tiny_model("llama"))
     with torch.no_grad():
