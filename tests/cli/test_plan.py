@@ -114,13 +114,16 @@ def test_plan_takes_configuration_keys(config_file, capsys):
 
 
 # 16 sequences of at most 64 tokens: a micro-batch of 128 tokens holds two, a micro-batch of 127 holds one. A rank
-# without sequences still steps. Two ranks that share a micro-batch get the same sequences.
+# without sequences still steps. Two ranks that share a micro-batch get the same sequences. Their number may be capped.
 @pytest.mark.parametrize(
-    ("max_tokens", "world_size", "sequence_parallel", "expected"),
-    [(128, 1, 1, 8), (127, 1, 1, 16), (128, 3, 1, 3), (64, 99, 1, 1), (128, 4, 2, 4), (128, 4, 4, 8)],
-)
-def test_num_micro_batches(max_tokens, world_size, sequence_parallel, expected):
-    actor = {"max_tokens": max_tokens, "sequence_parallel": sequence_parallel}
+    ("max_tokens", "world_size", "sequence_parallel", "micro_batch_size", "expected"),
+    [
+        (128, 1, 1, None, 8), (127, 1, 1, None, 16), (128, 3, 1, None, 3), (64, 99, 1, None, 1), (128, 4, 2, None, 4),
+        (128, 4, 4, None, 8), (128, 1, 1, 1, 16), (512, 1, 1, 3, 6), (128, 1, 1, 4, 8),
+    ],
+)  # fmt: skip
+def test_num_micro_batches(max_tokens, world_size, sequence_parallel, micro_batch_size, expected):
+    actor = {"max_tokens": max_tokens, "sequence_parallel": sequence_parallel, "micro_batch_size": micro_batch_size}
     config = Config.parse(CONFIG | {"model": "x", "actor": actor})
     assert most_micro_batches(config, world_size) == expected
 

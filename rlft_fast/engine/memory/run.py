@@ -210,7 +210,8 @@ def most_micro_batches(config: RunConfig, world_size: int, engine: EngineConfig 
     """
     engine = engine or config.actor
     share = math.ceil(config.sequences_per_update / max(world_size // engine.sequence_parallel, 1))
-    return math.ceil(share / (engine.max_tokens // config.longest_taught))
+    fits = min(engine.max_tokens // config.longest_taught, engine.micro_batch_size or share)
+    return math.ceil(share / fits)
 
 
 def largest_actor_max_tokens(
