@@ -250,7 +250,7 @@ def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
     return tool
 
 
-async def _called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+async def _called(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
     result = function(*args, **named)
     return await result if inspect.isawaitable(result) else result
 

@@ -95,11 +95,15 @@ class EnvironmentPool:
         with self._turn:
             numbers = [*range(self._next, self._next + len(names))]
             self._next += len(names)
-            for name in dict.fromkeys(names):
-                own = [number for number, other in zip(numbers, names, strict=True) if other == name]
-                for start in range(0, len(own), MOST_FORKS):
-                    some = own[start : start + MOST_FORKS]
-                    self._episodes.update(zip(some, self._fork(name, len(some)), strict=True))
+            try:
+                for name in dict.fromkeys(names):
+                    own = [number for number, other in zip(numbers, names, strict=True) if other == name]
+                    for start in range(0, len(own), MOST_FORKS):
+                        some = own[start : start + MOST_FORKS]
+                        self._episodes.update(zip(some, self._fork(name, len(some)), strict=True))
+            except BaseException:
+                self.drop(numbers)
+                raise
         return numbers
 
     def reset(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
@@ -137,11 +141,18 @@ class EnvironmentPool:
         self._kill([number for number in running if number in self._episodes])
         return answers
 
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Kills the processes of the episodes that have not ended."""
+        self._kill([number for number in numbers if number in self._episodes])
+        for number in numbers:
+            self.seconds.pop(number, None)
+
     def close(self) -> None:
         """Kills all processes. The next call of `open` starts new ones."""
-        for episode in self._episodes.values():
-            episode.socket.close()
+        episodes = [*self._episodes.values()]  # other threads may play meanwhile
         self._episodes.clear()
+        for episode in episodes:
+            episode.socket.close()
         for name in [*self._workers]:
             self._workers.pop(name).kill()
 
@@ -160,9 +171,9 @@ class EnvironmentPool:
         """Has the processes of episodes killed, and does not wait for their end."""
         of_worker: defaultdict[_Worker, list[_Episode]] = defaultdict(list)
         for number in numbers:
-            episode = self._episodes.pop(number)
-            episode.socket.close()
-            of_worker[episode.worker].append(episode)
+            if (episode := self._episodes.pop(number, None)) is not None:  # `close` may have taken it
+                episode.socket.close()
+                of_worker[episode.worker].append(episode)
         for worker, episodes in of_worker.items():
             try:
                 worker.end([episode.pid for episode in episodes])

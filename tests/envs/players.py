@@ -77,6 +77,21 @@ class Shop:
         self.basket = []
 
 
+class Functions:
+    """Rows and tools may have any names."""
+
+    def reset(self, function: str, **row: Any) -> str:
+        return f"Write {function}."
+
+    def run(self, function: str) -> str:
+        """Runs a function.
+
+        Args:
+            function: its name
+        """
+        return f"ran {function}"
+
+
 class Strange:
     """Does what the policy says: hang, die, print, fork, raise."""
 

@@ -64,6 +64,14 @@ def test_tools_as_trl_writes_them(pool):
     assert shop.end([number]) == {number: {"reward": 2.0}}
 
 
+def test_a_column_and_an_argument_may_have_any_name(pool):
+    functions = pool("Functions", columns=("prompt", "function"))
+    (number,) = functions.open([""])
+    assert functions.reset({number: {"function": "f"}})[number] == {"messages": [{"content": "Write f."}]}
+    call = {"function": {"name": "run", "arguments": {"function": "g"}}}
+    assert functions.step({number: says("") | {"tool_calls": [call]}})[number]["messages"][0]["content"] == "ran g"
+
+
 def test_tools_do_not_import_torch(pool):
     """It takes 2 s and 180 MB of each worker. Hints of tensors are still what transformers makes of them."""
     modules = pool("Modules")

@@ -1,6 +1,7 @@
 """Plays episodes: the policy and an environment in turn, many episodes at once."""
 
 import base64
+import contextlib
 import re
 import threading
 import time
@@ -178,7 +179,17 @@ class EpisodePlayer:
         self.seconds.generate = self.seconds.environment = 0.0
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
         images = world.together(prompts.load_images, ImageError) or [None] * len(prompts)
-        episodes = world.together(partial(self._begin, prompts, images, params, seeds), Exception)
+        with contextlib.ExitStack() as left:  # ends the episodes that an error leaves
+            begin = partial(self._begin, prompts, images, params, seeds, left)
+            episodes = world.together(begin, Exception)
+            self._play(rollout, world, episodes, params)
+        may_show = any(not self.why_no_images(name) for name in self.configs)
+        return samples_of(episodes, may_branch=bool(self._thought_keys), may_show=may_show)
+
+    def _play(
+        self, rollout: Rollout | RemoteRollout, world: World, episodes: list[Episode], params: SamplingParams
+    ) -> None:
+        """Plays begun episodes to their end."""
         said: dict[int, _Said] = {}
         with self.pool.steps() as steps:
             while world.any_rank(any(episode.running for episode in episodes)):
@@ -188,8 +199,6 @@ class EpisodePlayer:
                 replies = world.together(partial(without_refusals, answers), RequestError)
                 world.together(partial(self._turn, ready, replies, steps, said), Exception)
         world.together(partial(self._end, episodes), Exception)
-        may_show = any(not self.why_no_images(name) for name in self.configs)
-        return samples_of(episodes, may_branch=bool(self._thought_keys), may_show=may_show)
 
     def why_no_images(self, name: str) -> str:
         """Why the episodes of an environment have no images; empty: they may have some."""
@@ -288,11 +297,13 @@ class EpisodePlayer:
         self.pool.close()
 
     def _begin(
-        self, prompts: Prompts, images: Sequence[Images | None], params: SamplingParams, seeds: Seeds
-    ) -> list[Episode]:
+        self, prompts: Prompts, images: Sequence[Images | None], params: SamplingParams, seeds: Seeds,
+        left: contextlib.ExitStack,
+    ) -> list[Episode]:  # fmt: skip
         rows = [(row, seed) for row, own in enumerate(seeds) for seed in own]
         names = environment_names(self.configs, prompts)
         numbers = self.pool.open([names[row] for row, _ in rows])
+        left.callback(self.pool.drop, numbers)
         episodes = [
             Episode(
                 row=row, environment=names[row], number=number, prompt=prompts.token_ids[row],

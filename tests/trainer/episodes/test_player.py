@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from rlft_fast.config import DataConfig, EnvironmentConfig, SFTDataConfig
-from rlft_fast.rollout import Request, Rollout, SamplingParams
+from rlft_fast.rollout import Request, Rollout, RolloutError, SamplingParams
 from rlft_fast.trainer.episodes import environment_names
 from rlft_fast.trainer.prompts import load_prompts, read_sets
 from rlft_fast.trainer.supervised import load_rows
 from rlft_fast.world import World
+from tests.support.machine.processes import assert_ends
 from tests.trainer.episodes.scripted import EOT, IM_END, in_turn
 from tests.trainer.toy import write_rows
 
@@ -286,6 +287,25 @@ def test_threads_that_play_have_seconds_of_their_own(play, tokenizer):
     with ThreadPoolExecutor(2) as threads:
         slow, quick = threads.map(seconds, range(2))
     assert quick < 0.4 < slow
+
+
+def test_a_generator_that_fails_leaves_no_process(play, tokenizer):
+    """The step is collected again, with processes of its own."""
+    _, prompts, player, generator = play([{"prompt": "a"}], "Parrot", in_turn(tokenizer, "x", "y"), max_turns=2)
+    pids = []
+
+    def fail(request: Request) -> list[int]:
+        pids.extend(episode.pid for episode in player.pool._episodes.values())
+        raise RolloutError("a server is lost")
+
+    generator.reply = fail
+    rollout = Rollout(lambda: generator, World.current())
+    with pytest.raises(RolloutError, match="a server is lost"):
+        player.samples(rollout, World.current(), prompts, SamplingParams(n=3, max_new_tokens=100), [[1, 2, 3]])
+    assert len(pids) == 3
+    assert not player.pool._episodes
+    assert not player.pool.seconds
+    assert_ends(pids)
 
 
 def test_an_environment_may_answer_in_words(play, tokenizer):
