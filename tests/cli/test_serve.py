@@ -117,8 +117,10 @@ def test_a_tokenizer_that_vllm_cannot_use(run, vllm, tiny_model, tmp_path, monke
     assert not vllm
 
 
-def test_values_that_look_like_options():
+def test_values_that_look_like_options(tiny_model, tmp_path, monkeypatch):
     rollout = Config.parse(MINIMAL).rollout
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "--trust-remote-code").symlink_to(tiny_model("llama"))
     command = server_command("--trust-remote-code", "float32", rollout, 64, host="-h", port=8000, on_cpu=True)
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
@@ -128,9 +130,18 @@ def test_values_that_look_like_options():
     assert (options.model, options.host, options.trust_remote_code) == ("--trust-remote-code", "-h", False)
 
 
-def test_options_of_the_engine_as_flags():
+@pytest.mark.parametrize(("name", "needs_tokenizer"), [("llama", False), ("qwen2.5-vl", True)])
+def test_the_processor_of_images_gets_a_tokenizer(name, needs_tokenizer, tiny_model):
+    rollout = Config.parse(MINIMAL).rollout
+    command = server_command(str(tiny_model(name)), "float32", rollout, 64, host="h", port=8000, on_cpu=True)
+    assert ("--skip-tokenizer-init" in command) is not needs_tokenizer
+
+
+def test_options_of_the_engine_as_flags(tiny_model):
     options = {"max_num_batched_tokens": 64, "enforce_eager": False, "attention_config": {"backend": "x"}}
     rollout = Config.parse(MINIMAL | {"rollout": {"vllm": {"engine_options": options}}}).rollout
-    command = " ".join(server_command("m", "float32", rollout, 64, host="h", port=8000, on_cpu=True))
+    command = " ".join(
+        server_command(str(tiny_model("llama")), "float32", rollout, 64, host="h", port=8000, on_cpu=True)
+    )
     assert '--max-num-batched-tokens 64 --attention-config {"backend": "x"}' in command
     assert command.count("enforce-eager") == command.count("--no-enforce-eager") == 1  # it replaces the run's own

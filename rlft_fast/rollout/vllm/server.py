@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from rlft_fast.config import TOKEN_VARIABLE, RolloutConfig, check_server_url
 from rlft_fast.errors import brief
 from rlft_fast.integrations.vllm import BACKEND, ENDS_WITH_PARENT
+from rlft_fast.models import image_family
 from rlft_fast.rollout.vllm.answers import (
     MAX_ANSWER_BYTES,
     A,
@@ -101,7 +102,8 @@ def server_command(
         "--middleware", "rlft_fast.rollout.vllm.server.RequireToken",
         "--enable-scale-out", "--disable-uvicorn-access-log", "--disable-fastapi-docs",
         *(part for name, value in options for part in _flag(name, value)),
-        *([] if config.stop else ["--skip-tokenizer-init"]),
+        # vLLM's processor of images, which it tries at its start, needs the tokenizer, too.
+        *([] if config.stop or image_family(model) is not None else ["--skip-tokenizer-init"]),
     ]  # fmt: skip
 
 
