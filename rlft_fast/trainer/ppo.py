@@ -201,7 +201,7 @@ class PPOTrainer:
         metrics = experience.metrics | update.metrics | {"taught_share": experience.taught_share}
         metrics |= self.phases.metrics()
         metrics |= {"sync_mib": self.rollout.sync_bytes / 2**20} if self.rollout.sync_bytes else {}
-        metrics |= self.learner.utilisation(experience.batch, self.phases.seconds["update"])
+        metrics |= self.learner.utilisation(experience, self.phases.seconds["update"])
         logs_tokens = self.config.log_tokens_mib is not None and self.world.is_first
         return StepResult(
             metrics=metrics, num_prompts=experience.num_streamed, warnings=experience.warnings,

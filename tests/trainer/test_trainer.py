@@ -350,8 +350,11 @@ def test_the_critic_learns_alone_at_first(model, tmp_path):
         now = trainer.models.trained[name].model.parameters()
         return not all(torch.equal(*pair) for pair in zip(now, weights[name], strict=True))
 
-    metrics = trainer.train_step(0).metrics
+    experience = trainer.collect(0)
+    metrics = trainer.learn(experience).metrics
     assert (changed("actor"), changed("critic")) == (False, True)
+    ran = metrics["tflops_update"] * 1e12 * metrics["seconds_update"] / trainer.config.algorithm.epochs
+    assert ran == pytest.approx(trainer.critic.facts.flops.of(experience.batch.unweighted()))
     assert "critic_value_loss" in metrics
     assert "grad_norm" not in metrics
     assert "grad_norm" in trainer.train_step(1).metrics

@@ -169,15 +169,15 @@ class Learner:
         assert self.value_loss is not None
         return critic.submit_train_step(mini_batch.unweighted(), self.value_loss, schedule_step=schedule_step)
 
-    def utilisation(self, batch: Batch, seconds: float) -> dict[str, float]:
+    def utilisation(self, experience: Experience, seconds: float) -> dict[str, float]:
         """FLOP/s of a device in the update, and their share of the device's peak where the peak is known.
 
         Args:
-            batch: of the update.
+            experience: that was learned from.
             seconds: of the update.
         """
-        facts, critic = self.actor.facts, self.critic
-        flops = facts.flops.of(batch)
+        facts, critic, batch = self.actor.facts, self.critic, experience.batch
+        flops = 0.0 if self.freezes_actor(experience.step) else facts.flops.of(batch)
         if critic is not None:
             flops += critic.facts.flops.of(batch.unweighted())
         return facts.utilisation(flops * self.config.algorithm.epochs, seconds, self.models.num_devices)
