@@ -225,10 +225,12 @@ class Run:
             raise
         except StepError as error:
             step = self.progress.step
-            if self.trainer.is_after(step) and not error.is_divergence:
-                with contextlib.suppress(DivergedError):  # the first error is the one to raise
-                    self._save()
-            saved = self._saved()
+            try:
+                if self.trainer.is_after(step) and not error.is_divergence:
+                    self._save(waits=False)  # samples of coming steps may never come
+                saved = self._saved()
+            except (DivergedError, CheckpointError) as failure:  # the first error is the one to raise
+                saved = str(failure)
             if error.is_divergence and 0 < step == self.saved_step and self._is_written():
                 newest = self.checkpoints.latest()
                 saved = f"{newest} has the weights of that step, remove it to continue from an older one"
@@ -302,8 +304,8 @@ class Run:
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
-    def _save(self, *, asynchronous: bool = False) -> None:
-        """A checkpoint of the last complete step, unless there is one."""
+    def _save(self, *, asynchronous: bool = False, waits: bool = True) -> None:
+        """A checkpoint of the last complete step, unless there is one; `Trainer.ahead` says what ``waits`` is."""
         progress = self.progress
         if progress.step == self.saved_step and self._is_written():
             return
@@ -312,7 +314,7 @@ class Run:
         if self.copies is not None:
             self.copies.wait()  # a save may remove the folder that is copied
         trained = self.trainer.models.trained
-        state = progress.state() | self.trainer.ahead(waits=not self.is_hurried)
+        state = progress.state() | self.trainer.ahead(waits=waits and not self.is_hurried)
         self.checkpoints.save(progress.step, trained, state, asynchronous=asynchronous)
         self.saved_step = progress.step
 

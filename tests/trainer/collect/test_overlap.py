@@ -13,6 +13,7 @@ import rlft_fast.trainer.models
 from rlft_fast.config import Config
 from rlft_fast.data import Samples
 from rlft_fast.models import load_tokenizer
+from rlft_fast.rewards import RewardError
 from rlft_fast.rollout import RolloutError, build_rollout
 from rlft_fast.run import read_rollout, read_timeline
 from rlft_fast.trainer import train
@@ -291,6 +292,32 @@ def test_a_stuck_generator_ends_the_run(overlapped, tmp_path, monkeypatch):
             overlapped("stuck", 1, stuck, steps=4, timeout_minutes=0.02)
         assert [thread.daemon for thread in threading.enumerate() if thread.name == "rollout"] == [True]
         assert (tmp_path / "stuck/run/checkpoints/step_00000002").is_dir()
+    finally:
+        release.set()
+        for thread in [thread for thread in threading.enumerate() if thread.name == "rollout"]:
+            thread.join(30)
+
+
+def fails_in_step_2(completion_ids: list[list[int]], **_) -> list[float]:
+    fails_in_step_2.calls += 1
+    if fails_in_step_2.calls == 2:
+        raise RuntimeError("no rubric")
+    return [float(len(ids)) for ids in completion_ids]
+
+
+fails_in_step_2.calls = 0
+
+
+def test_a_step_that_fails_beside_a_stuck_generator_is_told_and_saved(overlapped, tmp_path, monkeypatch):
+    """The samples of step 3 never come, and the run does not wait for them."""
+    monkeypatch.setattr(rlft_fast.trainer.collect.overlap, "_JOINED_WITHIN_S", 0.01)
+    release = threading.Event()
+    stuck = lambda number: float(number == 2 and release.wait())  # noqa: E731
+    own = {"reward__function": f"{__file__}:fails_in_step_2", "timeout_minutes": 0.02}
+    try:
+        with pytest.raises(RewardError, match="no rubric"):
+            overlapped("failing", 2, stuck, steps=4, checkpoint__every=0, **own)
+        assert (tmp_path / "failing/run/checkpoints/step_00000001").is_dir()
     finally:
         release.set()
         for thread in [thread for thread in threading.enumerate() if thread.name == "rollout"]:

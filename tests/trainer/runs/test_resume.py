@@ -244,10 +244,13 @@ def obstruct(folder: Path, *steps: int) -> None:
 
 
 def test_what_could_not_be_written_in_the_background_is_not_called_saved(tmp_path, capsys):
+    """It does not hide the error that ends the run, either."""
     obstruct(tmp_path, *range(1, 6))
-    with pytest.warns(UserWarning, match="could not save checkpoint"), pytest.raises(OSError, match="could not save"):
+    with pytest.warns(UserWarning, match="could not save checkpoint"), pytest.raises(RewardError, match="no"):
         count(tmp_path, {("train_step", 3): raising(RewardError("no"))})
-    assert "is saved" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "the reward function failed after step 3: could not save checkpoint" in out
+    assert "is saved" not in out
 
 
 def test_a_save_that_failed_is_told_once_and_the_next_is_tried(expected, tmp_path, capsys):
