@@ -134,7 +134,7 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         check_tokens("model", engine.facts.num_embeddings, *held_out.values())
         check_finite("model", engine)
         longest = config.rollout.max_prompt_tokens + config.max_evaluation_tokens
-        rollout = build_rollout(engine, tokenizer, config.rollout, longest)
+        rollout = build_rollout(engine, tokenizer, _with_whole_weights(config.rollout), longest)
         stack.callback(rollout.close)
         rollout.sync()
         answer = _Batches(rollout, world, config.rollout, sum(map(len, held_out.values())), progress, player)
@@ -145,6 +145,11 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
             found = found.select(order)
             answers += [{"set": name, **x} for x in sample_records(found, held_out[name])]
         return Evaluation(metrics, answers)
+
+
+def _with_whole_weights(config: RolloutConfig) -> RolloutConfig:
+    """The rollout of a model without adapters."""
+    return config.model_copy(update={"vllm": config.vllm.model_copy(update={"adapter": False})})
 
 
 class _Batches:

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
+import rlft_fast.trainer.evaluation
 from rlft_fast.cli import main
+from rlft_fast.rollout.factory import _sampled_model
 from rlft_fast.trainer import train
+from tests.support.runs.copied_generator import copied_rollout
 from tests.trainer.toy import HERE, comparable, even_share, toy_config, toy_values, write_rows
 
 
@@ -80,6 +83,21 @@ def test_a_model_alone_has_the_numbers_of_its_run(sampled, capsys):
     assert len(metrics) == 6
     wet = evaluated(sampled / "hf", sampled, capsys, "--evaluation.path", str(sampled.parent / "wet.jsonl"))
     assert wet == {"accuracy": last["accuracy_wet"], "pass_at_4": last["pass_at_4_wet"]}
+
+
+def test_a_model_of_a_run_that_sends_adapters_is_sent_whole(sampled, monkeypatch, capsys):
+    """The exported model has no adapters, although the run trained some. A copy of the model stands for vLLM."""
+
+    def by_a_copy(engine, tokenizer, config, longest):
+        assert config.backend == "vllm"
+        assert _sampled_model(engine, tokenizer, config).adapter is None
+        return copied_rollout(engine)
+
+    monkeypatch.setattr(rlft_fast.trainer.evaluation, "build_rollout", by_a_copy)
+    options = ["--actor.lora.rank", "2", "--rollout.backend", "vllm", "--rollout.vllm.adapter", "true"]
+    last = comparable(sampled)[-1]
+    metrics = evaluated(sampled / "hf", sampled, capsys, *options)
+    assert metrics == {name: last[name] for name in metrics}
 
 
 def test_answers_are_as_long_as_in_training_unless_said(sampled, capsys):
