@@ -285,7 +285,8 @@ def _without_generator(config: Config) -> Config:
             "a replay evaluates with transformers, whose completions do not obey rollout.structured: leave out the "
             "evaluation section"
         )
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"backend": "hf"})})
+    by_policy = {"backend": "hf", "servers": (), "dtype": "auto"}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=by_policy)})
 
 
 def _seed(config: Config, step: int) -> int:

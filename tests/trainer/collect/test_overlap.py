@@ -142,15 +142,21 @@ def test_groups_go_on_across_updates(overlapped, copied, tiny_model, monkeypatch
         assert [row["staleness_max"] <= 2 for row in read_lines(found / "metrics.jsonl")] == [True] * 6
 
 
+ELSEWHERE = {
+    "rollout__servers": ["http://127.0.0.1:9"], "rollout__dtype": "float32", "actor__compute_dtype": "bfloat16",
+}  # fmt: skip
+"""A generator that no replay can have: nothing answers at this port, and the policy does not sample in float32."""
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rollout__update": "in-flight"},
+        {"rollout__update": "in-flight", **ELSEWHERE},
         pytest.param({"algorithm__advantage": "remax", "algorithm__epochs": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_replay_repeats_the_training_bit_for_bit(changes, overlapped, monkeypatch, tiny_model, tmp_path):
-    """From the samples alone: neither its generator nor a reward function runs."""
+    """From the samples alone: neither its generator, which may be wider than the policy, nor a reward function runs."""
     slow = lambda number: (0.0, 0.04, 0.1)[number % 3]  # noqa: E731
     changes = {"steps": 4, "log_samples": True, **APART, **changes}
     run = overlapped("recorded", 2, slow, **changes)
