@@ -163,9 +163,8 @@ class SampleSource:
         if self._is_in_flight:
             num_groups, num_threads = count, min(count * (1 + self.config.rollout.max_staleness), _MOST_GROUPS)
             rollout.joined.gather_s = _GATHER_S
-        kept = _by_group(self._kept)
         last_step = first_step + self.config.rollout.max_staleness
-        self.curriculum.plan(first_step, first_prompt, max((last_step, *(group // num_groups for group in kept))))
+        self.curriculum.plan(first_step, first_prompt, last_step)
 
         def collect(group: int) -> Collected:
             step, place = divmod(group, num_groups)
@@ -175,11 +174,20 @@ class SampleSource:
 
         def known(group: int, tensors: dict[str, Tensor]) -> Collected | None:
             step, place = divmod(group, num_groups)
+            if not first_step <= step <= last_step:
+                return None
             return self.collector.of_tensors(step, tensors, place if self._is_in_flight else None)
 
-        found = {group: known(group, own) for group, own in kept.items()}
+        found = {group: known(group, own) for group, own in _by_group(self._kept).items()}
         ready = {group: collected for group, collected in found.items() if collected is not None}
         self._kept = {}
+        if len(ready) < len(found):
+            warnings.warn(
+                f"{len(found) - len(ready)} of the checkpoint's {len(found)} groups of samples of coming steps do not "
+                "fit the run, whose data, rollout.update, prompts_per_step or max_staleness has changed: their prompts "
+                "are sampled again",
+                stacklevel=2,
+            )
         schedule = Schedule(
             self.config.rollout.max_staleness, self.config.steps, first_step, ready, num_groups,
             drains=not self._is_in_flight,

@@ -253,6 +253,32 @@ def test_a_curriculum_draws_by_the_rewards_that_every_schedule_knows(update, ove
         assert comparable(cut) == comparable(whole)
 
 
+@pytest.mark.parametrize(("before", "after"), [("drain", "in-flight"), ("in-flight", "drain")])
+def test_samples_that_were_grouped_otherwise_are_sampled_again(before, after, overlapped, copied, tiny_model, tmp_path):
+    """A step has one group, or one of each prompt. It asks what a curriculum draws that knows the steps before."""
+
+    def stopping(number: int) -> float:
+        if number == {"drain": 3, "in-flight": 1}[before]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 0.0
+
+    changes = {**CURRICULUM, **APART, "steps": 6}
+    with pytest.raises(KeyboardInterrupt):
+        overlapped("run", 2, stopping, **changes, rollout__update=before)
+    copied()
+    run = tmp_path / "run/run"
+    done = len(read_lines(run / "metrics.jsonl"))
+    assert 0 < done < 5
+    config = toy_config(
+        tiny_model("shallow"), tmp_path / "run", rollout__max_staleness=2, **changes, rollout__update=after
+    )
+    with pytest.warns(UserWarning, match=r"of the checkpoint's \d+ groups of samples .* are sampled again"):
+        train(config, resume=True, force=True)
+    asked, expected = draws(run, 2)
+    assert asked == expected
+    assert {row["step"] - row["weight_version"] for row in read_lines(run / "samples.jsonl")} <= {0, 1, 2}
+
+
 def failing(*numbers: int):
     def seconds(number: int) -> float:
         if number in numbers:
