@@ -127,7 +127,7 @@ class Curriculum:
         return {"row": rows.tolist(), **estimates} | ({"plan": plan} if plan else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gave; {}: there are no estimates yet.
+        """Takes what `state` gave; {}: there are no estimates yet. A plan of steps of another size is forgotten.
 
         Raises:
             ValueError: the estimates are of other data.
@@ -136,7 +136,10 @@ class Curriculum:
         if not (self.share and (rows := state.get("row"))):
             return
         if self.config.rollout.max_staleness:
-            self._plan = {step: _Planned(first, Chosen(own, num)) for step, first, own, num in state.get("plan", ())}
+            plan, count = state.get("plan", ()), self.config.rollout.prompts_per_step
+            self._plan = {
+                step: _Planned(first, Chosen(own, num)) for step, first, own, num in plan if len(own) == count
+            }
         highest = max(rows[-1], *(row for planned in self._plan.values() for row in planned.chosen.rows), 0)
         if highest >= len(self.prompts):
             raise ValueError(

@@ -120,6 +120,23 @@ def test_choices_survive_as_json(tmp_path):
     assert other.state() == curriculum(tmp_path).state()
 
 
+def test_a_plan_of_steps_of_another_size_is_forgotten(tmp_path):
+    """As the prompts of its samples ahead: the stream goes on without a gap."""
+    ahead = {"rollout__max_staleness": 2, "rollout__backend": "vllm", "rollout__vllm__process": "separate"}
+    found, other = (curriculum(tmp_path, **ahead, rollout__prompts_per_step=size) for size in (8, 4))
+    with_rates(found, {row: row / 40 for row in range(1, 40)})
+    found.plan(2, 16, 4)
+    same = curriculum(tmp_path, **ahead)
+    for each in (same, other):
+        each.load_state(json.loads(json.dumps(found.state())))
+        each.plan(2, 16, 4)
+    assert [same.planned(step) for step in (2, 3, 4)] == [found.planned(step) for step in (2, 3, 4)]
+    chosen = [other.planned(step) for step in (2, 3, 4)]
+    assert [len(own.rows) for own in chosen] == [4, 4, 4]
+    streamed = [row for own in chosen for row in own.rows[: own.num_streamed]]
+    assert streamed == other.prompts.order(16, len(streamed), other.config.seed)
+
+
 def test_estimates_of_more_data_are_refused(tmp_path):
     state = with_rates(curriculum(tmp_path), {39: 0.5}).state()
     with pytest.raises(ValueError, match=r"row 39 of the training data, which now has 30 rows: give the data that"):
