@@ -213,6 +213,14 @@ class CheckpointManager:
         complete = self._complete()
         return complete[-1] if complete else None
 
+    def states(self) -> list[dict[str, Any]]:
+        """The ``state`` of each complete checkpoint without its tensors, oldest first. Only `load` verifies files."""
+        found = []
+        for folder in self._complete():
+            with suppress(ValueError):
+                found.append(read_state(folder)["client"])
+        return found
+
     def load(
         self, engines: Mapping[str, FSDPEngine], step: int | None = None, *, tag: str | None = None
     ) -> dict[str, Any] | None:

@@ -71,8 +71,9 @@ class RowsTrainer:
         self._has_reference = False
         if isinstance(self.loss, PreferenceLoss):
             self._attach_references()
-            if CheckpointManager(Path(config.output_dir) / "checkpoints").latest() is not None:
-                self._infer_references()  # while the model is the reference: a checkpoint may be loaded next
+            if states := CheckpointManager(Path(config.output_dir) / "checkpoints").states():
+                # while the model is the reference: one of the checkpoints may be loaded next
+                self._infer_references([(state["step"], state.get("num_prompts", 0)) for state in states])
 
     def _load_models(self) -> None:
         self.models = build_taught(self.config, self.world)
@@ -105,15 +106,18 @@ class RowsTrainer:
         }
         self.data = replace(self.data, rows=attached("training", self.data.rows), held_out=held_out)
 
-    def _infer_references(self, *, keeps: bool = False) -> None:
+    def _infer_references(self, begins: Sequence[tuple[int, int]] = ((0, 0),), *, keeps: bool = False) -> None:
         """Infers what is missing of the rows that the run reads: the model is the reference until it trains.
 
         Args:
+            begins: where the run may begin: complete steps, and rows that these steps have taken.
             keeps: whether the folder of the run is this run's, and keeps what is inferred.
         """
-        num_rows, size = len(self.data.rows), self.config.steps * self.config.batch_size
-        used = sorted(set(self._rows(0, size))) if size < num_rows else range(num_rows)
-        self._infer_reference(self.data.rows, used, keeps=keeps)
+        used: set[int] = set()
+        for step, first in begins:
+            count = (self.config.steps - step) * self.config.batch_size
+            used |= {*(self._rows(first, count) if count < len(self.data.rows) else range(len(self.data.rows)))}
+        self._infer_reference(self.data.rows, sorted(used), keeps=keeps)
         for rows in self.data.held_out.values():
             self._infer_reference(rows, range(len(rows)), keeps=keeps)
         self._has_reference = True
@@ -232,9 +236,12 @@ class RowsTrainer:
         yield from overlong_notes({name: rows.overlong for name, rows in self.data.named.items()})
 
     def start(self, step: int) -> None:
-        """Keeps the log-probabilities of the reference in the folder of the run, after it has inferred the missing."""
+        """Keeps the log-probabilities of the reference in the folder of the run.
+
+        Before the first step, the missing ones are inferred. Later the model is not the reference any more.
+        """
         if isinstance(self.loss, PreferenceLoss):
-            self._infer_references(keeps=True)
+            self._infer_references([] if step else [(0, 0)], keeps=True)
 
     def is_after(self, step: int) -> bool:
         """See `Trainer`: every step ends with its update."""

@@ -15,7 +15,7 @@ from rlft_fast.rl import PreferenceLoss
 from rlft_fast.trainer import RowsTrainer, train
 from rlft_fast.trainer.supervised.rows import chunks
 from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, say, sft_values
-from tests.trainer.toy import comparable, write_rows
+from tests.trainer.toy import comparable, read_lines, write_rows
 
 REWARD = pytest.param(RewardModelConfig, "llama-reward", marks=pytest.mark.slow)
 
@@ -197,6 +197,26 @@ def test_the_reference_is_inferred_once_in_batches(tiny_model, tmp_path):
     np.save(path, kept[1:])
     with pytest.raises(ValueError, match=r"training-.*\.npy is not of these pairs: delete it"):
         train(pair_config(DPOConfig, model, tmp_path / "run", **options, steps=3), resume=True)
+
+
+def test_a_run_that_goes_on_with_smaller_batches_has_the_reference_of_its_rows(tiny_model, tmp_path):
+    """By the model before training, from the row on where the larger batches ended."""
+    model, rows = tiny_model("llama"), pairs(30)
+    options = {"data__path": str(write_rows(tmp_path / "more.jsonl", rows)), "evaluation": None}
+    train(pair_config(DPOConfig, model, tmp_path / "run", **options, steps=2, batch_size=8))
+    config = pair_config(DPOConfig, model, tmp_path / "run", **options, steps=6, batch_size=2)
+    train(config, resume=True, force=True)
+    (path,) = (tmp_path / "run" / "run" / "reference").iterdir()
+    data = RowsTrainer(config).data
+    is_taught = [x[1:] for x in data.rows.sequences.is_taught]
+    kept = np.split(np.load(path), np.cumsum([*map(len, is_taught)])[:-1])
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    for i in data.stream.rows(2 * 8, 4 * 2, config.seed):
+        for j, name in ((2 * i, "chosen"), (2 * i + 1, "rejected")):
+            expected = plain_logprob(policy, rows[i]["prompt"], rows[i][name])
+            np.testing.assert_allclose(kept[j][is_taught[j]], expected.detach(), atol=1e-5)
+    lines = read_lines(tmp_path / "run" / "run" / "metrics.jsonl")
+    assert [line["skipped_steps"] for line in lines] == [0] * 6
 
 
 @pytest.mark.parametrize(
