@@ -217,6 +217,8 @@ class RemoteCheckpoints:
         directory: folder of the checkpoints.
     """
 
+    CRITIC = "critic"
+
     def __init__(self, group: WorkerGroup, critic: WorkerGroup | None, directory: Path) -> None:
         self.group = group
         self.critic = critic
@@ -282,4 +284,4 @@ class RemoteCheckpoints:
 
     @property
     def _of_critic(self) -> str:
-        return str(self.directory / "critic")
+        return str(self.directory / self.CRITIC)

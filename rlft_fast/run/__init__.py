@@ -7,6 +7,7 @@ folder      which run a folder belongs to, and which settings a resumed run must
 going_back  what came after an earlier checkpoint becomes a run of its own
 lock        one run at a time writes to a folder
 store       a copy of the run in an object store
+copies      copies to the store while the training goes on
 phases      time, memory and waiting in the parts of a step
 profile     what torch's profiler sees of chosen steps
 records     what a run writes down of its steps: log, tokens, samples, timeline, curves, trackers

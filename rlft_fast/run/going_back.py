@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from rlft_fast.run.folder import LOGS, MARKER
+from rlft_fast.run.folder import LOGS, MARKER, run_id
 from rlft_fast.run.records import step_files_after
 
 _COPIED = (MARKER, "config.yaml", *LOGS)
@@ -42,3 +42,8 @@ def keep_later(run: Path, step: int, checkpoints: Sequence[Path], *, best: bool)
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
     return kept
+
+
+def ids_of_later(run: Path) -> set[str | None]:
+    """Ids of the runs that a run went back from."""
+    return {run_id(kept) for kept in run.glob("later.*")}

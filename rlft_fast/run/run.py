@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from rlft_fast.cluster import HEAD, HeadLostError, WorkerError
 from rlft_fast.config import Config, HeldOutConfig
-from rlft_fast.engine import CheckpointError, remove_export, step_of
+from rlft_fast.engine import CheckpointError, is_export, remove_export, step_of
 from rlft_fast.errors import Interrupted, RunError, StepError
 from rlft_fast.files import replacing
 from rlft_fast.models import name_some
+from rlft_fast.run.copies import Copies
 from rlft_fast.run.folder import claim, require_same, run_id
 from rlft_fast.run.going_back import keep_later
 from rlft_fast.run.lock import locked
@@ -37,7 +38,7 @@ from rlft_fast.run.records import (
     write_rollout,
     write_tokens,
 )
-from rlft_fast.run.store import Copies, Store, StoreError
+from rlft_fast.run.store import Store, StoreError
 from rlft_fast.world import SPANS, STOP, Span, World
 
 _MAX_LOST = 3  # restarts of lost workers without a new checkpoint in between
@@ -108,6 +109,8 @@ class Run:
         if resume and state is None:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
         self._begin(state)
+        if goes_back:  # before a step: another machine would go on with the later steps
+            by_first(self.world, self._copy)
         if self.world.is_first:
             self._send_to_trackers()
 
@@ -162,6 +165,8 @@ class Run:
     def _begin(self, state: dict[str, Any] | None) -> None:
         """Puts progress, trainer and logs into the state of a checkpoint, or into that of the beginning."""
         self.progress = progress = Progress.of_checkpoint(state, self.config)
+        if not self.world.all_gather_json(is_export(self.directory / "best"))[0]:
+            progress.best = None  # the best from now on is kept
         self.saved_step = progress.step
         self.trainer.load_state(progress.trainer)
         self.trainer.load_ahead(state or {})
@@ -206,15 +211,15 @@ class Run:
             yield
         except BaseException:
             try:
-                self._end_copies()
+                self._copy()
             except StoreError as failure:
                 self.log.message(f"warning: {failure}")  # the first error is the one to raise
             raise
-        self._end_copies()
+        self._copy()
 
-    def _end_copies(self) -> None:
+    def _copy(self) -> None:
         if self.copies is not None:
-            self.copies.end(self.checkpoints.latest())
+            self.copies.copy(self.checkpoints.latest())
 
     def _run_or_save(self) -> dict[str, Any]:
         try:
@@ -380,6 +385,8 @@ class Run:
         name = self.config.checkpoint.best or ""
         value = found.metrics.get(name)
         if progress.is_best(name, value):
+            if self.copies is not None:
+                self.copies.wait()  # the export replaces a folder that is copied
             try:
                 self.trainer.models.export(self.directory / "best")
                 progress.best = {"step": progress.step, "value": value, **measure_of_best(self.config)}

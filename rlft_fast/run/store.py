@@ -1,17 +1,22 @@
 """A copy of a run in an object store, from which another machine can go on: s3://, gs://, and all else fsspec knows.
 
     <address>/run.json, config.yaml, metrics.jsonl, ...        files of the run's folder
+    <address>/checkpoints/critic/step_00000020/...             of a critic with workers of its own
     <address>/checkpoints/step_00000020/...                    a checkpoint; its manifest.json is written last
-    <address>/hf/...                                           the model, when the run has ended
+    <address>/best/...                                         the best policy; likewise
+    <address>/hf/...                                           the model, when the run has ended; likewise
 
-A store has no rename, so the manifest is what makes a checkpoint complete. Older checkpoints go after a newer one is
-complete, manifest first.
+A store has no rename, so the manifest is what makes a folder complete. Older checkpoints go after a newer one is
+complete, manifest first. The store follows the folder of the run: what the run has moved away or removed goes, too.
 """
 
 import json
+import os
+import re
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
-from concurrent import futures
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -19,13 +24,18 @@ from typing import Any
 
 import fsspec
 
-from rlft_fast.engine import CheckpointManager
+from rlft_fast.cluster import RemoteCheckpoints
+from rlft_fast.engine import CheckpointManager, is_export, remove_export, step_of
 from rlft_fast.errors import brief
 from rlft_fast.files import REPLACED, TEMPORARY, publish
 from rlft_fast.run.folder import LOGS, MARKER, run_id
+from rlft_fast.run.going_back import ids_of_later
 
 _MANIFEST = "manifest.json"
-_FILES = (MARKER, "config.yaml", *LOGS, "summary.json", "curve.png", "timeline.png")
+_SUMMARY = "summary.json"
+_FILES = (MARKER, "config.yaml", *LOGS, "curve.png", "timeline.png")
+_CHECKPOINTS = "checkpoints"
+_CRITICS = f"{_CHECKPOINTS}/{RemoteCheckpoints.CRITIC}"
 _PAUSES = (1.0, 4.0)  # seconds before the second and the third attempt
 
 
@@ -52,21 +62,22 @@ class Store:
 
     def checkpoints(self) -> list[str]:
         """Names of the complete checkpoints, oldest first."""
-        return sorted(name for name in self._folders() if self._exists(f"checkpoints/{name}/{_MANIFEST}"))
+        return [name for name in self._names() if self._exists(f"{_CHECKPOINTS}/{name}/{_MANIFEST}")]
 
     def require_own(self, run: Path, *, resume: bool) -> None:
         """Refuses a store that holds another run.
 
         Args:
             run: folder of the run.
-            resume: whether the run goes on; then the store may hold the run that a new folder is to have.
+            resume: whether the run goes on; then the store may hold the run that a new folder is to have, or the run
+                that the folder has gone back from.
 
         Raises:
             ValueError: the store holds another run.
             StoreError: the store cannot be read.
         """
         kept, own = self._id(), run_id(run)
-        if kept is not None and not (resume and own in (None, kept)):
+        if kept is not None and not (resume and (own in (None, kept) or kept in ids_of_later(run))):
             raise ValueError(
                 f"checkpoint.store {self.address} holds the run {kept}"
                 + (f", and {run} is the run {own}" if resume else ": continue it with --resume")
@@ -74,73 +85,127 @@ class Store:
             )
 
     def push(self, run: Path, checkpoint: Path) -> None:
-        """Copies a checkpoint, and then removes checkpoints that the run's folder has no more.
+        """Copies a checkpoint and all beside it, and then removes checkpoints that the run's folder has no more.
 
         Args:
-            run: folder of the run, whose logs are copied first.
-            checkpoint: folder of a complete checkpoint.
+            run: folder of the run.
+            checkpoint: folder of its newest complete checkpoint.
 
         Raises:
             StoreError: a file was not taken. The store has the complete checkpoints that it had before.
         """
-        name = checkpoint.name
-        self.push_files(run)
-        if self._read(f"checkpoints/{name}/{_MANIFEST}") == (checkpoint / _MANIFEST).read_bytes():
-            return
-        self._remove(f"checkpoints/{name}/{_MANIFEST}")  # of another one with this name, before the run went back
-        files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-        for path in sorted(files, key=lambda path: path.name == _MANIFEST):
-            self._put(path, f"checkpoints/{name}/{path.relative_to(checkpoint).as_posix()}")
+        if not (run / _SUMMARY).is_file():
+            self._remove(_SUMMARY)  # first: a run with a summary is finished
+        is_own = self._id() in (None, run_id(run))
+        if is_own:
+            self._push_beside(run)
+        is_new = self._push_checkpoint(checkpoint)
         kept = {folder.name for folder in checkpoint.parent.iterdir()}
-        for other in self._folders():
-            if other not in kept:
-                self._remove(f"checkpoints/{other}/{_MANIFEST}")
-                self._remove(f"checkpoints/{other}")
+        for other in self._names():
+            if other not in kept and (is_new or other > checkpoint.name):
+                self._remove_checkpoint(other)
+        if not is_own:  # until now, another machine could go on with the run that this run went back from
+            self._push_beside(run)
+        if (run / _SUMMARY).is_file():  # last
+            self._push_model(run / "hf")
+            self._put(run / _SUMMARY, _SUMMARY)
 
-    def push_files(self, run: Path) -> None:
-        """Copies the files of the run's folder that a run goes on from, or that tell of it."""
-        for name in _FILES:
-            if (run / name).is_file():
-                self._put(run / name, name)
-
-    def push_model(self, folder: Path) -> None:
-        """Copies the exported model; its ``config.json``, without which nothing loads it, is the last file."""
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        for path in sorted(files, key=lambda path: path.name == "config.json"):
-            self._put(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
-
-    def fetch(self, run: Path, name: str | None = None) -> str | None:
-        """Brings what the folder of a run lacks: files, and the newest checkpoint, if it is newer than the folder's.
+    def fetch(self, run: Path, name: str | None = None) -> list[str]:
+        """Brings what the folder of a run lacks: checkpoints, and what lies beside them.
 
         Args:
             run: folder of the run, which may be missing.
-            name: of the checkpoint; None: the newest.
+            name: of a checkpoint, as a user gives it: this one and all later ones are brought, so that going back keeps
+                them. None: the newest, if it is newer than all of the folder's.
 
         Returns:
-            The name of the checkpoint that was brought.
+            The names of the checkpoints that were brought.
 
         Raises:
+            ValueError: neither the store nor the folder has a checkpoint of this name.
             StoreError: a file cannot be read. The folder has no part of a checkpoint.
         """
-        complete, local = self.checkpoints(), CheckpointManager(run / "checkpoints").latest()
-        wanted = name or (complete[-1] if complete else None)
-        if wanted not in complete:
-            return None
-        if (run / "checkpoints" / wanted).exists() or (name is None and local is not None and local.name > wanted):
-            return None
-        run.mkdir(parents=True, exist_ok=True)
-        for own in (own for own in _FILES if not (run / own).exists() and self._exists(own)):
-            self._get(own, run / own)
-        final = run / "checkpoints" / wanted
-        temporary = final.with_name(wanted + TEMPORARY)
-        place = f"checkpoints/{wanted}/"
-        for path in self._tried(lambda: self.files.find(f"{self.root}/{place}"), f"list {place}"):
-            file = path.rpartition(place)[2]
-            if ".." in Path(file).parts:
-                raise StoreError(f"the store {self.address} has a file with the name {place}{file}: remove it")
-            self._get(place + file, temporary / file)
-        publish(temporary, final, final.with_name(wanted + REPLACED))
+        if run_id(run) not in (None, self._id()):
+            return []  # the folder went back, and the store has not followed yet
+        complete, folder = self.checkpoints(), run / _CHECKPOINTS
+        newest = CheckpointManager(folder).latest()
+        is_newer = bool(complete) and (newest is None or newest.name < complete[-1])
+        if name is None:
+            wanted = complete[-1:] if is_newer else []
+        else:
+            first = f"step_{step_of(name, folder, complete):08d}"
+            wanted = [own for own in complete if own >= first and not (folder / own).exists()]
+        if not wanted:
+            return []
+        for own in (*_FILES, _SUMMARY):
+            if (is_newer or not (run / own).exists()) and self._exists(own):
+                self._get(own, run / own)
+        for own in ("best", "hf"):
+            self._fetch_model(run / own, replaces=is_newer)
+        for own in wanted:
+            for place in (f"{_CRITICS}/{own}", f"{_CHECKPOINTS}/{own}"):
+                if self._exists(f"{place}/{_MANIFEST}"):
+                    self._fetch_folder(place, run / place)
         return wanted
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def _push_checkpoint(self, checkpoint: Path) -> bool:
+        """Copies a checkpoint; its own manifest comes after all files of the critic. False: the store has it."""
+        name = checkpoint.name
+        places = {f"{_CRITICS}/{name}": checkpoint.parent / RemoteCheckpoints.CRITIC / name}
+        parts = {place: folder for place, folder in places.items() if folder.is_dir()}
+        parts[f"{_CHECKPOINTS}/{name}"] = checkpoint
+        if all(self._read(f"{place}/{_MANIFEST}") == (parts[place] / _MANIFEST).read_bytes() for place in parts):
+            return False
+        self._remove_checkpoint(name)  # another one with this name, before the run went back; or a part of this one
+        for place, folder in parts.items():
+            self._put_folder(folder, place, folder / _MANIFEST)
+        return True
+
+    def _remove_checkpoint(self, name: str) -> None:
+        self._remove_folder(f"{_CHECKPOINTS}/{name}")
+        self._remove_folder(f"{_CRITICS}/{name}")
+
+    def _names(self) -> list[str]:
+        """Names of the folders of checkpoints, complete or not, oldest first."""
+        found = {*self._listed(_CHECKPOINTS), *self._listed(_CRITICS)}
+        return sorted(name for name in found if re.fullmatch(r"step_\d{8,}", name))
+
+    # ---- beside the checkpoints ---------------------------------------------------------------------------------
+
+    def _push_beside(self, run: Path) -> None:
+        """Copies the files that a run goes on from, or that tell of it, and the best policy."""
+        for name in _FILES:
+            if (run / name).is_file():
+                self._put(run / name, name)
+        self._push_model(run / "best")
+        if not is_export(run / "hf"):
+            self._remove_folder("hf")
+
+    def _push_model(self, folder: Path) -> None:
+        """Copies an exported model, unless the store has it; removes it there if the folder is gone."""
+        if not is_export(folder):
+            return self._remove_folder(folder.name)
+        with tempfile.TemporaryDirectory() as temporary:
+            manifest = Path(temporary) / _MANIFEST
+            manifest.write_bytes(_described(folder))
+            if self._read(f"{folder.name}/{_MANIFEST}") != manifest.read_bytes():
+                self._remove_folder(folder.name)
+                self._put_folder(folder, folder.name, manifest)
+
+    def _fetch_model(self, folder: Path, *, replaces: bool) -> None:
+        """Brings an exported model. Files of others in the folder stay."""
+        manifest = self._read(f"{folder.name}/{_MANIFEST}")
+        if manifest is None or (folder.exists() and not replaces):
+            return
+        if is_export(folder) and _described(folder) != manifest:
+            remove_export(folder)
+        if not folder.exists():
+            self._fetch_folder(folder.name, folder)
+            (folder / _MANIFEST).unlink()
+            for file, (_, modified) in json.loads(manifest).items():
+                os.utime(folder / file, ns=(modified, modified))  # so that the model is not copied again
 
     # ---- files --------------------------------------------------------------------------------------------------
 
@@ -152,16 +217,18 @@ class Store:
         except (ValueError, KeyError, TypeError):
             return "without a name"
 
-    def _folders(self) -> list[str]:
+    def _listed(self, place: str) -> list[str]:
+        """Names in a folder."""
+
         def names() -> list[str]:
             self.files.invalidate_cache()
             try:
-                found = self.files.ls(f"{self.root}/checkpoints", detail=False)
+                found = self.files.ls(f"{self.root}/{place}", detail=False)
             except FileNotFoundError:
                 return []
             return [path.rstrip("/").rpartition("/")[2] for path in found]
 
-        return [name for name in self._tried(names, "list checkpoints") if name.startswith("step_")]
+        return self._tried(names, f"list {place}")
 
     def _exists(self, name: str) -> bool:
         def exists() -> bool:
@@ -202,6 +269,12 @@ class Store:
 
         self._tried(put, f"take {name}")
 
+    def _put_folder(self, folder: Path, place: str, manifest: Path) -> None:
+        """Copies the files of a folder, and its manifest last."""
+        for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / _MANIFEST):
+            self._put(path, f"{place}/{path.relative_to(folder).as_posix()}")
+        self._put(manifest, f"{place}/{_MANIFEST}")
+
     def _make_folders(self, target: str) -> None:
         """Makes the folders of a file, for a store that has folders. A missing bucket is never made."""
         folders = [*accumulate(target.split("/")[:-1], "{}/{}".format)]
@@ -215,6 +288,21 @@ class Store:
         part = path.with_name(path.name + TEMPORARY)
         self._tried(lambda: self.files.get_file(f"{self.root}/{name}", str(part)), f"give {name}")
         part.replace(path)
+
+    def _fetch_folder(self, place: str, final: Path) -> None:
+        temporary, start = final.with_name(final.name + TEMPORARY), f"{place}/"
+        shutil.rmtree(temporary, ignore_errors=True)  # of a start that was killed
+        for path in self._tried(lambda: self.files.find(f"{self.root}/{start}"), f"list {start}"):
+            file = path.rpartition(start)[2]
+            if ".." in Path(file).parts:
+                raise StoreError(f"the store {self.address} has a file with the name {start}{file}: remove it")
+            self._get(start + file, temporary / file)
+        publish(temporary, final, final.with_name(final.name + REPLACED))
+
+    def _remove_folder(self, place: str) -> None:
+        if self._exists(place):
+            self._remove(f"{place}/{_MANIFEST}")
+            self._remove(place)
 
     def _remove(self, name: str) -> None:
         if self._exists(name):
@@ -231,53 +319,8 @@ class Store:
                 time.sleep(pause)
 
 
-class Copies:
-    """Copies checkpoints to a store while the training goes on, one at a time.
-
-    Args:
-        store: of the run.
-        run: folder of the run.
-        tell: gets a message for each copy that fails.
-    """
-
-    def __init__(self, store: Store, run: Path, tell: Callable[[str], None]) -> None:
-        self.store, self.run, self.tell = store, run, tell
-        self._executor = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
-        self._copying: tuple[Path, futures.Future[None]] | None = None
-        self._copied: Path | None = None
-
-    def begin(self, newest: Path | None) -> None:
-        """Begins to copy the newest checkpoint, unless it is copied or a copy is under way."""
-        self._note(wait=False)
-        if self._copying is None and newest is not None and newest != self._copied:
-            self._copying = newest, self._executor.submit(self.store.push, self.run, newest)
-
-    def wait(self) -> None:
-        """Returns when no copy is under way. The next save may remove the folder that is copied."""
-        self._note(wait=True)
-
-    def end(self, newest: Path | None) -> None:
-        """Copies the newest checkpoint, the run's files, and the model if there is one.
-
-        Raises:
-            StoreError: the store did not take them.
-        """
-        self.wait()
-        if newest is None:
-            return  # a run without a checkpoint starts again, for which the store has to be empty
-        if newest != self._copied:
-            self.store.push(self.run, newest)
-        self.store.push_files(self.run)
-        if (self.run / "summary.json").is_file():
-            self.store.push_model(self.run / "hf")
-
-    def _note(self, *, wait: bool) -> None:
-        if self._copying is None or not (wait or self._copying[1].done()):
-            return
-        checkpoint, copying = self._copying
-        futures.wait([copying])
-        self._copying = None
-        if (error := copying.exception()) is None:
-            self._copied = checkpoint
-        else:
-            self.tell(f"warning: {checkpoint.name} is not copied: {error}. The next checkpoint is tried all the same")
+def _described(folder: Path) -> bytes:
+    """Size and time of each file of an exported model, as JSON."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    described = {path.relative_to(folder).as_posix(): path.stat() for path in files}
+    return json.dumps({name: [stat.st_size, stat.st_mtime_ns] for name, stat in described.items()}).encode()

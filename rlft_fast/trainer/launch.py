@@ -38,7 +38,8 @@ def train(
     Args:
         config: the run.
         resume: continue from the newest checkpoint, if there is one; or from the checkpoint of this name, such as
-            ``step_00000020``. Then everything of later steps is kept in the folder ``later.1`` of ``output_dir``.
+            ``step_00000020``. Then everything of later steps is kept in the folder ``later.1`` of ``output_dir``. What
+            the folder lacks comes from ``checkpoint.store``, which then goes back, too.
         force: also with other data, models or settings than the run had before.
         replay: folder of a run of this configuration, but for ``output_dir``, that has kept its samples with
             ``log_samples``. The steps learn from them, and repeat its numbers without its generator.

@@ -48,8 +48,10 @@ def check_folder(
     output = Path(config.output_dir)
     checks.run(lambda: require_usable(config, config_path=config_path, resume=bool(resume)))
     checks.run(lambda: require_trackers(config.log))
-    if (address := config.checkpoint.store) is not None:
-        checks.run(lambda: Store(address).require_own(output, resume=bool(resume)))
+    address, stored = config.checkpoint.store, []
+    if address is not None and (store := checks.run(lambda: Store(address))) is not None:
+        checks.run(lambda: store.require_own(output, resume=bool(resume)))
+        stored = (checks.run(store.checkpoints) if isinstance(resume, str) else None) or []
     manager = CheckpointManager(output / "checkpoints")
     checkpoint = manager.latest()
     if checkpoint is not None and not resume:
@@ -59,8 +61,8 @@ def check_folder(
         )
         checks.found.append(error)
     if isinstance(resume, str):
-        step = checks.run(lambda: step_of(resume, manager.directory))
-        checkpoint = next((folder for folder in manager.after((step or 0) - 1)), checkpoint)
+        step = checks.run(lambda: step_of(resume, manager.directory, stored))
+        checkpoint = checkpoint if step is None else Path(f"step_{step:08d}")
     return f"{output} can be written" + ("" if checkpoint is None else f"; the run continues after {checkpoint.name}")
 
 

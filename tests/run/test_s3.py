@@ -40,7 +40,7 @@ def test_another_machine_goes_on(s3, tmp_path):
         folder.mkdir()
     count(whole)
     lose(lost, ADDRESS)
-    assert Store(ADDRESS).fetch(lost / "run") == "step_00000005"
+    assert Store(ADDRESS).fetch(lost / "run") == ["step_00000005"]
     count(lost, resume=True, checkpoint__store=ADDRESS)
     assert result_of(lost) == result_of(whole)
     assert Store(ADDRESS).checkpoints() == checkpoints(lost) == ["step_00000005", "step_00000006"]

@@ -12,7 +12,7 @@ start       weights to start from, whichever of these has them
 """
 
 from rlft_fast.engine.checkpoint.adapter import adapter_config, adapter_stream
-from rlft_fast.engine.checkpoint.export import export_hf, export_run, remove_export, require_exportable
+from rlft_fast.engine.checkpoint.export import export_hf, export_run, is_export, remove_export, require_exportable
 from rlft_fast.engine.checkpoint.hub import HubRepository
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager, step_of
 from rlft_fast.engine.checkpoint.partial import Loaded
@@ -28,6 +28,7 @@ __all__ = [
     "export_hf",
     "export_run",
     "find_start",
+    "is_export",
     "load_start",
     "remove_export",
     "require_exportable",

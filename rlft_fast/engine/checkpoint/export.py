@@ -286,9 +286,14 @@ def _exported(folder: Path) -> set[str]:
         return {path.name for path in folder.glob("model*.safetensors*")}
 
 
+def is_export(folder: Path) -> bool:
+    """Whether an export has written the folder."""
+    return (folder / OWN_FILES).is_file()
+
+
 def remove_export(folder: Path) -> None:
     """Removes what an export has written into a folder, and the folder if nothing is left in it. A link stays."""
-    if not (folder / OWN_FILES).is_file():
+    if not is_export(folder):
         return
     found = {path.name: path for path in folder.iterdir()}
     for name in sorted(_exported(folder) & found.keys() - {OWN_FILES}):

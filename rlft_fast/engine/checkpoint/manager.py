@@ -14,7 +14,7 @@ a process group of their own, which does not disturb training. Nothing in a chec
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -389,15 +389,16 @@ def checkpoint_of(folder: Path, world: World) -> tuple[CheckpointManager, int | 
     return CheckpointManager(folder.parent, world=world), step, folder.name[len(_TAGGED) :] if step is None else None
 
 
-def step_of(name: str, directory: Path) -> int:
+def step_of(name: str, directory: Path, stored: Sequence[str] = ()) -> int:
     """The step of a checkpoint that a user names.
 
     Args:
         name: ``step_00000020``, ``step_20``, or the path of the checkpoint.
         directory: folder of the run's checkpoints.
+        stored: names of the folders of checkpoints in the run's store.
 
     Raises:
-        ValueError: it is no name of a checkpoint, or the folder has no such checkpoint.
+        ValueError: it is no name of a checkpoint, or neither the folder nor the store has it.
     """
     path, manager = Path(name), CheckpointManager(directory, world=World())
     if (match := re.fullmatch(r"step_(\d+)", path.name)) is None:
@@ -407,10 +408,13 @@ def step_of(name: str, directory: Path) -> int:
             f"{name} is no checkpoint of this run, whose checkpoints lie in {directory}: set init_from to start from "
             "the weights of another run"
         )
-    steps = [_step(folder) for folder in manager.folders()]
-    if int(match[1]) not in steps:
-        found = ", ".join(f"step_{step}" for step in steps) or "none"
-        raise ValueError(f"there is no checkpoint {name} in {directory}: it has {found}")
+    steps, in_store = [[*map(_step, folders)] for folders in (manager.folders(), map(Path, stored))]
+    if int(match[1]) not in steps + in_store:
+        found, others = [", ".join(f"step_{step}" for step in x) or "none" for x in (steps, in_store)]
+        raise ValueError(
+            f"there is no checkpoint {name} in {directory}: it has {found}"
+            + (f", and checkpoint.store has {others}" if stored else "")
+        )
     return int(match[1])
 
 
