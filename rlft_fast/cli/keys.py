@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from rlft_fast.config import Config, ConfigError, RunConfig, section_of, sections
 
 FLAGS = (
-    "-h", "--help", "--resume", "--force", "--dry-run", "--fit", "--ray", "--no-memory-check", "--host", "--port",
-    "--show", "--samples", "--tokens",
+    "-h", "--help", "--resume", "--force", "--replay", "--dry-run", "--fit", "--ray", "--no-memory-check", "--host",
+    "--port", "--show", "--samples", "--tokens",
 )  # fmt: skip
 """Options of ``train``, ``serve``, ``eval`` and ``data`` that are no configuration keys."""
 

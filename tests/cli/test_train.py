@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from rlft_fast.cli import main
+from rlft_fast.cli.commands import data, serve, train
+from rlft_fast.cli.commands import eval as evaluate
 from rlft_fast.cli.commands.train import _memory
-from rlft_fast.cli.keys import key_reference, split_overrides
+from rlft_fast.cli.keys import FLAGS, key_reference, split_overrides
 from rlft_fast.config import Config, ConfigError, sections
 from rlft_fast.engine.memory import changed, plan_memory
 from rlft_fast.engine.sharding import host_memory
@@ -93,6 +95,11 @@ def test_split_overrides_keeps_flags_and_order():
     rest, overrides = split_overrides(["--a.b", "-1", "x.yaml", "--resume", "--c=", "-h", "--dry-run", "--help"])
     assert rest == ["x.yaml", "--resume", "-h", "--dry-run", "--help"]
     assert overrides == {"a.b": "-1", "c": ""}
+
+
+def test_no_option_of_a_command_is_taken_for_a_configuration_key():
+    parsers = [train._parser(None), data._parser(), evaluate._parser(), serve._parser()]
+    assert {option for parser in parsers for action in parser._actions for option in action.option_strings} == {*FLAGS}
 
 
 def test_split_overrides_names_the_key_without_value():
