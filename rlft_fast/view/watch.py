@@ -91,7 +91,7 @@ def _curves(rows: list[dict[str, Any]]) -> Table:
     for name, title in PANELS.items():
         if values := [row[name] for row in rows if row.get(name) is not None]:
             ends = (f"{value:.4g}" for value in (values[-1], min(values), max(values)))
-            table.add_row(title, sparkline(values, _WIDTH), *ends)
+            table.add_row(Text(title), sparkline(values, _WIDTH), *ends)  # a text is no markup: titles have [units]
     return table
 
 

@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -25,14 +26,16 @@ def test_a_curve_is_the_means_of_neighbours():
 
 def test_a_run_that_has_stopped(tmp_path):
     rows = [
-        {"step": i, "time": 10.0 * i, "reward_mean": i / 8, "seconds_rollout": 2.5, "loss": None} for i in range(1, 9)
+        {"step": i, "time": 10.0 * i, "reward_mean": i / 8, "seconds_rollout": 2.5, "entropy": 1.0, "loss": None}
+        for i in range(1, 9)
     ]
     write_run(tmp_path / "run", [sample(8, "[bold]an answer[/]", prompt=" ".join(HOSTILE))], rows)
     written = io.StringIO()
     watch_run(tmp_path / "run", 1.0, Console(file=written, width=120))
     text = written.getvalue()
     assert "run does not run: step 8" in text
-    assert "Reward, mean  ▁▂▃▄▅▆▇█" in text
+    assert re.search("Reward, mean +▁▂▃▄▅▆▇█", text)
+    assert "Entropy [nats/token]" in text
     assert "rollout 2.5 s" in text
     assert "[bold]an answer[/]" in text
     assert "\x1b" not in text
