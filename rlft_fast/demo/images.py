@@ -80,11 +80,11 @@ def learn_images(seed: int = 0, output_dir: str | Path = "runs/demo-images", ste
     from rlft_fast.view import write_view
 
     output = Path(output_dir)
-    warm_up, run = output / "warm_up", output / "learn"
-    for folder in (warm_up, run):
+    first, warm_up, run = (output / name for name in ("model", "warm_up", "learn"))
+    for folder in (first, warm_up, run):  # a user may have a folder of this name
         claim(folder)
     data = write_pictures(run / "data", warm_up / "data")
-    model = write_model(output / "model", seed)
+    model = write_model(first, seed)
     train(warm_up_config(model, warm_up, data["texts"], seed))
     summary = train(images_config(warm_up / "hf", run, data["train"], data["held_out"], seed, steps))
     write_view([run], run / "view.html")

@@ -59,6 +59,15 @@ def test_its_two_runs(tmp_path, few, capsys):
     assert not any(learned[name].equal(warm[name]) for name in tower if name.endswith("weight"))
 
 
+def test_a_model_of_the_user_is_not_written_over(tmp_path, capsys):
+    own = tmp_path / "model" / "config.json"
+    own.parent.mkdir()
+    own.write_text("{}")
+    assert main(["demo", "images", "--steps", "1", "--output", str(tmp_path)]) == 1
+    assert f"{own.parent} " in capsys.readouterr().err
+    assert own.read_text() == "{}"
+
+
 def test_options_of_the_sums_alone_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["demo", "images", "--rollout", "hf"])
