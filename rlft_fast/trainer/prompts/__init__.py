@@ -12,6 +12,7 @@ from rlft_fast.trainer.prompts.chat import (
 )
 from rlft_fast.trainer.prompts.formats import Row, read_data
 from rlft_fast.trainer.prompts.images import (
+    COLUMNS,
     ImageError,
     ImageReader,
     ImageSource,
@@ -27,6 +28,7 @@ from rlft_fast.trainer.prompts.loading import (
     Prompts,
     checksum,
     find_media,
+    find_media_column,
     load_prompts,
     name_rows,
 )
@@ -45,6 +47,7 @@ from rlft_fast.trainer.prompts.streaming import StreamError, stream_prompts
 from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
 
 __all__ = [
+    "COLUMNS",
     "MARK",
     "RESULT_MARK",
     "Conversation",
@@ -68,6 +71,7 @@ __all__ = [
     "conversation_of",
     "encode_rows",
     "find_media",
+    "find_media_column",
     "find_mistake",
     "folder_of",
     "image_parts",

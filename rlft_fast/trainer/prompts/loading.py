@@ -3,7 +3,7 @@
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -350,7 +350,7 @@ def _check_rows(found: RowSet, column: str, *, takes_images: bool, chat: bool) -
         )
     known = (column, *(COLUMNS if takes_images else ()))
     in_prompts = {i: kind for i, row in enumerate(rows) if (kind := find_media(row[column], takes_images=takes_images))}
-    beside = {i: kind for i, row in enumerate(rows) if (kind := _first_media(_filled(row, but=known)))}
+    beside = {i: kind for i, row in enumerate(rows) if (kind := find_media_column(row, known))}
     for media, where in ((in_prompts, f"in their {column!r}"), (beside, f"beside their {column!r}")):
         if media:
             first = min(media)
@@ -390,11 +390,16 @@ def find_media(prompt: str | list[dict[str, Any]], *, takes_images: bool = False
     return _first_media(name for own, names in named for name in names if name not in own)
 
 
+def find_media_column(row: Row, known: Collection[str]) -> str | None:
+    """The first column of a row that holds images, videos or audio by its name, and is not known."""
+    return _first_media(_filled(row, but=known))
+
+
 def _first_media(names: Iterable[Any]) -> str | None:
     return next((name for name in names if isinstance(name, str) and _MEDIA.fullmatch(name)), None)
 
 
-def _filled(values: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
+def _filled(values: Mapping[str, Any], but: Collection[str] = ()) -> list[str]:
     """The keys that hold something."""
     return [key for key, value in values.items() if value and key not in but]
 

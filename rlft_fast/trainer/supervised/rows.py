@@ -4,7 +4,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +16,7 @@ from rlft_fast.data import Batch, image_table
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.episodes import Style, find_styles
 from rlft_fast.trainer.prompts import (
+    COLUMNS,
     Conversation,
     Encoding,
     ImageReader,
@@ -31,6 +31,7 @@ from rlft_fast.trainer.prompts import (
     conversation_of,
     encode_rows,
     find_media,
+    find_media_column,
     find_mistake,
     folder_of,
     is_plain,
@@ -309,6 +310,12 @@ class Reader:
             )
 
     def _images(self, row: Row, messages: list[Message]) -> PromptImages | None:
+        known = COLUMNS if self.image_reader is not None else ()
+        if (media := find_media_column(row, known)) is not None:
+            raise ValueError(
+                f"it has something in its column {media!r}, which does not reach the model: leave the row or the "
+                "column out"
+            )
         if self.image_reader is None:
             return None
         sources = row_images({**row, "": messages}, "", self.folder)
@@ -332,16 +339,17 @@ class Reader:
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ValueError("the tokenizer names no end token, with which a text ends: set eos_token in its settings")
+        cut = cut_text(prompt + text, [Span(len(prompt), len(prompt + text))], joins=self.joins)
 
         def make(found: Sequence[list[int]]) -> Tokens:
-            *before, ids = found
-            if not ids:
+            ids, taught = cut.make(found)
+            if 1 not in taught:
                 raise ValueError("its text becomes no token")
-            before_ids = [*self.start, *chain.from_iterable(before)]
-            ids = [*ids, *[end] * (ids[-1] != end)]  # equal texts share their list
-            return self._checked(before_ids + ids, alternating([len(before_ids), len(ids)]))
+            added = [end] * (ids[-1] != end)
+            sizes = [len(self.start) + taught.count(0), taught.count(1) + len(added)]
+            return self._checked([*self.start, *ids, *added], alternating(sizes))
 
-        return Written([*([prompt] if prompt else []), text], make)
+        return Written(cut.texts, make)
 
     def _checked(self, ids: list[int], taught: bytes, images: PromptImages | None = None) -> Tokens:
         most = self.config.max_sequence_tokens

@@ -95,6 +95,9 @@ class AssistantSpans:
             text = self._render(conversation)
             known = self._by_skeleton(conversation, text)
             spans = [self._find_one(conversation, text, i, known.get(i)) for i in taught]
+            for i, (one, other) in zip(taught[1:], pairwise(spans), strict=True):
+                if other.start < one.end:
+                    raise ValueError(f"the chat template does not show where message {i}, of the assistant's, begins")
         calls = [call for i in taught for call in conversation.messages[i].get("tool_calls") or ()]
         said = "".join(text[span.start : span.end] for span in spans) if calls else ""
         for call in calls:
@@ -215,7 +218,8 @@ class AssistantSpans:
         """Where an answer in place of message i begins: behind the prompt that the generator would get.
 
         A template may open the answer otherwise in the prompt than in the history, or leave out earlier thoughts. Then
-        the answer begins behind the last header of an answer, or, without it, where the words differ from a mark.
+        the answer begins behind the last header of an answer that follows the earlier messages, or, without it, where
+        the words differ from a mark.
 
         Args:
             conversation: as it is rendered.
@@ -223,11 +227,14 @@ class AssistantSpans:
             i: number of the message.
             latest: the first character in which the text differs from the text with a mark.
         """
+        earliest = 0
         if conversation.messages[:i]:
-            prompt = self._render(replace(conversation, messages=conversation.messages[:i]), opens=True)
+            before = replace(conversation, messages=conversation.messages[:i])
+            prompt = self._render(before, opens=True)
             if len(prompt) <= latest and text.startswith(prompt):
                 return len(prompt)
-        found = text.rfind(self._header, 0, latest) if self._header else -1
+            earliest = _num_equal(text, self._render(before))
+        found = text.rfind(self._header, earliest, latest) if self._header else -1
         return latest if found < 0 else found + len(self._header)
 
     def _render(self, conversation: Conversation, *, opens: bool = False) -> str:

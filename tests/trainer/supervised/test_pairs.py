@@ -231,6 +231,10 @@ def test_a_run_that_goes_on_with_smaller_batches_has_the_reference_of_its_rows(t
         ({"chosen": "ab", "rejected": "ac"}, "it has no 'prompt', which texts need"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"}, "its margin must be a number, got 'd'"),
         ({"chosen": say("a"), "rejected": say("b")}, "the assistant says nothing"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["0.png"]},
+            "it has something in its column 'images'",
+        ),
     ],
 )
 def test_a_pair_that_cannot_be_learned_is_named(row, problem, tiny_model, tmp_path):

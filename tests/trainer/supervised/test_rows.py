@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlft_fast.config import SFTDataConfig
 from rlft_fast.trainer.prompts import Overlong, read_sets
@@ -61,6 +62,19 @@ def test_texts_without_a_template(tokenizer, tmp_path):
     assert rows.token_ids[0][-1] == EOS_TOKEN_ID
 
 
+def test_a_tokenizer_that_adds_spaces_joins_texts_as_they_are(tmp_path):
+    vocab = {letter: i for i, letter in enumerate(("▁", *"ab24+=", "<eos>"))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    rows = load(fast, tmp_path, [{"prompt": "2+2=", "completion": "4"}, {"text": "a+b"}], chat=False)
+    for i, (text, num_taught) in enumerate((("2+2=4", 2), ("a+b", 5))):
+        ids = [*fast.encode(text, add_special_tokens=False), fast.eos_token_id]
+        assert rows.token_ids[i].tolist() == ids
+        assert rows.is_taught[i].tolist() == [False] * (len(ids) - num_taught) + [True] * num_taught
+
+
 def test_a_batch_asks_for_the_taught_tokens(tokenizer, tmp_path):
     rows = load(tokenizer, tmp_path, [{"text": "abc"}, {"prompt": "xy", "completion": "z"}], chat=False)
     batch = rows.batch([1, 0])
@@ -91,6 +105,7 @@ def test_a_batch_asks_for_the_taught_tokens(tokenizer, tmp_path):
             "it has 100 tokens, more than data.max_sequence_tokens=64: raise it, or set",
         ),
         ({"text": "a" * 64_001}, "it has 64001 characters"),
+        ({"text": "a", "image": "0.png"}, "it has something in its column 'image', which does not reach the model"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, *say("a?", "b")]},
             "its messages have 'image'",

@@ -69,6 +69,17 @@ def test_the_words_are_those_that_marks_in_the_template_show(name, conversation,
     assert len(found) == 2
 
 
+@pytest.mark.parametrize("name", ["nemotron_3_nano", "nemotron_3_super"])
+def test_an_answer_without_a_thought_begins_behind_its_own_header(name, tokenizer):
+    """The prompt opens a thought, and the history shows that there is none; an earlier message has one."""
+    thoughtful = CALL | {"reasoning_content": "hm"}
+    talk = [*say("1+1?"), thoughtful, {"role": "tool", "name": "add", "content": "2"}, *say("", "It is 2.")[1:]]
+    first, last = said(tokenizer, (TEMPLATES / f"{name}.jinja").read_text(), Conversation(talk, TOOLS))
+    assert "hm" in first
+    assert "add" in first
+    assert last == "It is 2.<|im_end|>"
+
+
 def test_messages_before_the_first_are_not_taught(tokenizer):
     for name in ("qwen3_instruct_2507", "qwen3_instruct_2507_training"):
         (found,) = said(tokenizer, (TEMPLATES / f"{name}.jinja").read_text(), TALK, first=3)
