@@ -1,6 +1,7 @@
 """A run's copy on a server that speaks S3: what fsspec's memory cannot show, such as listings and addresses."""
 
 import json
+import shutil
 
 import pytest
 
@@ -47,6 +48,25 @@ def test_another_machine_goes_on(s3, tmp_path):
     assert json.loads(s3.cat("bucket/teams/a run/hf/total.json")) == json.loads(
         (whole / "run" / "hf" / "total.json").read_text()
     )
+
+
+def test_another_machine_goes_back(s3, tmp_path):
+    """Folders of S3 are beginnings of names: they go with their last file."""
+    address = "s3://bucket/teams/a run that goes back"
+    changes = {"checkpoint__store": address, "checkpoint__asynchronous": False, "checkpoint__best": "accuracy"}
+    count(tmp_path, **changes)
+    run, store, before, seen = tmp_path / "run", Store(address), result_of(tmp_path), []
+    shutil.rmtree(run)
+    assert store.fetch(run, "step_3") == ["step_00000003", "step_00000006"]
+
+    def look() -> None:
+        seen.extend(store.checkpoints())
+        seen.extend(name for name in ("hf", "summary.json") if s3.exists(f"{address}/{name}"))
+
+    count(tmp_path, {("train_step", 3): look}, resume="step_3", **changes)
+    assert seen == ["step_00000003"]
+    assert result_of(tmp_path) == result_of(tmp_path, "run/later.1") == before
+    assert s3.cat(f"{address}/best/total.json") == (run / "best/total.json").read_bytes()
 
 
 def test_a_bucket_that_is_missing(s3, tmp_path, monkeypatch):

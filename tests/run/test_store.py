@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import fsspec
@@ -11,14 +12,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from rlft_fast.engine import CheckpointManager
-from rlft_fast.errors import Checks
+from rlft_fast.errors import Checks, Interrupted
 from rlft_fast.run import Store, claim
 from rlft_fast.run import store as store_module
 from rlft_fast.run.folder import run_id
 from rlft_fast.run.store import StoreError
 from rlft_fast.trainer import check_folder
 from rlft_fast.world import World
-from tests.run.counting import Counter, checkpoints, count, counting_config, lose, result_of
+from tests.run.counting import Counter, by_signal, checkpoints, count, counting_config, lose, result_of
 
 
 class Flaky(MemoryFileSystem):
@@ -124,6 +125,27 @@ def test_another_machine_goes_on(tmp_path):
     assert store.checkpoints() == checkpoints(lost) == ["step_00000005", "step_00000006"]
     model = json.loads(Flaky.store["/bucket/run/hf/total.json"].getvalue())
     assert model == json.loads((whole / "run" / "hf" / "total.json").read_text())
+
+
+def test_the_first_machine_goes_on_after_another(tmp_path):
+    """Its logs and its best policy are older than the checkpoint that it gets."""
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    for folder in (whole, moved):
+        folder.mkdir()
+    changes = {"accuracy": {0: 0.1, 2: 0.2, 4: 0.4, 6: 0.3}, "checkpoint__best": "accuracy"}
+    count(whole, **changes)
+    run, own = moved / "run", {**changes, "checkpoint__store": ADDRESS}
+    for step in (2, 4):
+        with pytest.raises(Interrupted):
+            count(moved, {("train_step", step): by_signal(signal.SIGTERM)}, resume=True, **own)
+        if step == 2:
+            shutil.copytree(run, tmp_path / "first")
+    shutil.rmtree(run)
+    (tmp_path / "first").rename(run)
+    assert Store(ADDRESS).fetch(run) == ["step_00000005"]
+    count(moved, resume=True, **own)
+    assert result_of(moved) == result_of(whole)
+    assert (run / "best/total.json").read_text() == (whole / "run/best/total.json").read_text()
 
 
 def test_a_critic_with_workers_of_its_own_goes_on(tmp_path):
