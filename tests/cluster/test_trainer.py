@@ -81,7 +81,7 @@ PPO = {
 }  # fmt: skip
 
 
-# The last step goes on from the checkpoint of a critic with workers of its own.
+# The last step goes on from the checkpoint of a critic with workers of its own, which a store has.
 @pytest.mark.parametrize("steps", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_the_run_of_two_processes(steps, tiny_model, tmp_path):
     """PPO with a critic and two reward models, in the actor's workers and in workers of their own."""
@@ -94,7 +94,10 @@ def test_the_run_of_two_processes(steps, tiny_model, tmp_path):
     ray = [*WORKERS, "--output_dir", str(tmp_path / "ray")]
     train_on_ray(config, *ray, "--steps", "1")
     apart = ["--resume", "--cluster.critic.num_workers", "2", "--cluster.reward.num_workers", "2"]
+    apart += ["--checkpoint.store", f"file://{tmp_path}/copies"]
     for step in range(2, steps + 1):  # the critic's first checkpoint lies with the actor's
+        if step == 3:
+            shutil.rmtree(tmp_path / "ray")
         train_on_ray(config, *ray, *apart, "--steps", str(step))
     same_runs(tmp_path / "two", tmp_path / "ray")
     assert [path.name for path in (tmp_path / "ray" / "checkpoints" / "critic").iterdir()]
