@@ -264,7 +264,7 @@ RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
     const int64_t count = std::min(kBlock, tile.columns - begin);
     transform_block(t, z + begin, begin, count, inv_temperature, x);
     if (target >= begin && target < begin + count) {
-      const float u = x[target - begin] * inv_cap;
+      const float u = t.softcap > 0 ? x[target - begin] * inv_cap : 0.0f;  // at x = -inf, -inf * 0 would be NaN
       out.target_slope[i] = slope * (1.0f - u * u);
       x[target - begin] = kMinusInf;
     }

@@ -82,7 +82,7 @@ __device__ C reduce_block(C value) {
 // Stage one: partial[chunk] = sum over the chunk.
 template <class T, Norm norm>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
-    norm_chunks(Table table, float p, Compute<T>* __restrict__ partial) {
+    norm_chunks(Table table, Compute<T> p, Compute<T>* __restrict__ partial) {
   using C = Compute<T>;
   constexpr int kSize = Vector<T>::kSize;
   for (int64_t index = blockIdx.x; index < table.chunks; index += gridDim.x) {
@@ -170,7 +170,7 @@ struct Groups {
 };
 
 template <class T, Norm norm>
-void launch_norm(const OwnedTable& owned, const Groups& groups, float p, void* partial, double* out,
+void launch_norm(const OwnedTable& owned, const Groups& groups, Compute<T> p, void* partial, double* out,
                  const Launcher& launch) {
   auto* sums = static_cast<Compute<T>*>(partial);
   if (owned.table.chunks > 0) {
@@ -182,7 +182,7 @@ void launch_norm(const OwnedTable& owned, const Groups& groups, float p, void* p
 template <class T>
 void launch_norm(const OwnedTable& owned, const Groups& groups, double p, void* partial, double* out,
                  const Launcher& launch) {
-  const auto power = static_cast<float>(p);
+  const auto power = static_cast<Compute<T>>(p);
   if (p == 2) return launch_norm<T, Norm::kTwo>(owned, groups, power, partial, out, launch);
   if (std::isinf(p)) return launch_norm<T, Norm::kMax>(owned, groups, power, partial, out, launch);
   launch_norm<T, Norm::kAny>(owned, groups, power, partial, out, launch);

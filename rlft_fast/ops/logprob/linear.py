@@ -31,7 +31,7 @@ from rlft_fast.ops.logprob.frozen import FROZEN
 from rlft_fast.ops.logprob.loss import LOSS, hold, release
 from rlft_fast.ops.logprob.odds import has_odds
 from rlft_fast.ops.logprob.problem import Problem
-from rlft_fast.ops.logprob.recompute import RECOMPUTE, Asked, is_plain
+from rlft_fast.ops.logprob.recompute import RECOMPUTE, Asked, is_plain, logits_fit
 from rlft_fast.ops.logprob.reference import LinearLogprob, LinearLogprobLoss, LossFunction
 from rlft_fast.ops.logprob.statistics import rebase_targets
 from rlft_fast.ops.logprob.workspace import default_tile_mib
@@ -144,7 +144,7 @@ def linear_logprob(
             return_sum_prob_squared=return_sum_prob_squared, return_top1=return_top1,
             return_mean_logits=return_mean_logits,
         )  # fmt: skip
-    problem, _ = _localize(problem, vocab_group)
+    problem, shards = _localize(problem, vocab_group)
     if workspace_mib is None:
         problem = replace(problem, workspace_mib=default_tile_mib(problem.device_type, freezes and has_odds(problem)))
     if freezes:
@@ -152,6 +152,8 @@ def linear_logprob(
         return LinearLogprob(logprob)
     # A compiled graph serves any number of tokens, and their number decides whether the logits fit.
     keeps_logits = any(needs_grad) and threshold_T is None and not torch.compiler.is_compiling()
+    if keeps_logits and shards is not None:  # all ranks keep logits or none does: so they reduce equally often
+        keeps_logits = logits_fit(problem, int(shards[:, 0].max()))
     logprob, *extras, _, _ = RECOMPUTE(problem, keeps_logits, *asked)
     return LinearLogprob(logprob, *(x if wanted else None for x, wanted in zip(extras, asked, strict=True)))
 

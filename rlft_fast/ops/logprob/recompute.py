@@ -188,13 +188,24 @@ def _store(stats: Stats, index: Tensor, results: tuple[Tensor, ...]) -> None:
 
 
 def _kept_logits(problem: Problem, asked: bool) -> Tensor:
-    """(N, A, C) memory for all logits, empty unless asked for and all fit beside the tile that backward works in."""
-    hidden, workspace_mib = problem.hidden_TD, _workspace_mib(problem)
-    columns = min(tile_shape(hidden.shape[0], hidden, workspace_mib)[1], padded_columns(problem.vocab))
-    num_tiles = -(-problem.vocab // columns)
+    """(N, A, C) memory for all logits, empty unless asked for and all fit."""
+    num_tiles, columns = _kept_tiles(problem, problem.vocab)
+    shape = (num_tiles, problem.num_active, columns) if asked and logits_fit(problem, problem.vocab) else (0,)
+    return problem.hidden_TD.new_empty(shape, dtype=torch.float32)
+
+
+def logits_fit(problem: Problem, vocab: int) -> bool:
+    """Whether all logits of a vocabulary fit the workspace, beside the tile that backward works in."""
+    num_tiles, columns = _kept_tiles(problem, vocab)
     row_bytes = columns * (4 * num_tiles + Tile.bytes_per_logit(problem.operand_dtype))
-    fits = asked and hidden.shape[0] * row_bytes <= workspace_mib * 2**20
-    return hidden.new_empty((num_tiles, problem.num_active, columns) if fits else (0,), dtype=torch.float32)
+    return problem.hidden_TD.shape[0] * row_bytes <= _workspace_mib(problem) * 2**20
+
+
+def _kept_tiles(problem: Problem, vocab: int) -> tuple[int, int]:
+    """How many tiles hold the logits of a vocabulary, and the columns of a tile."""
+    hidden = problem.hidden_TD
+    columns = min(tile_shape(hidden.shape[0], hidden, _workspace_mib(problem))[1], padded_columns(vocab))
+    return -(-vocab // columns), columns
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def linear_logprob(
     active = target_T != ignore_index
     hidden_TD = hidden_TD.where(active.unsqueeze(-1), 0)  # values of ignored rows must not reach a gradient
     if isinstance(temperature, Tensor):
-        temperature = temperature.where(active, 1)
+        temperature = temperature.detach().where(active, 1)
     z = softmax_logits(hidden_TD, weight_VD, bias_V, temperature, softcap, logit_scale)
     if threshold_T is not None:
         z = keep_above(z, threshold_T, target_T)
@@ -187,7 +187,7 @@ def _ids_logprob(
     names = ("bias_V", "temperature", "softcap", "logit_scale")
     transform = {name: options[name] for name in names if name in options}
     if isinstance(temperature := transform.get("temperature"), Tensor):
-        transform["temperature"] = temperature.where(active_T1.squeeze(-1), 1)
+        transform["temperature"] = temperature.detach().where(active_T1.squeeze(-1), 1)
     z = softmax_logits(hidden_TD.where(active_T1, 0), weight_VD, **transform)
     return z.log_softmax(-1).gather(-1, ids_TK.where(active_T1, 0)).where(active_T1, 0)
 

@@ -287,7 +287,8 @@ def segment_mean(values_T: Tensor, cu_seqlens: Tensor, weight_T: Tensor | None =
             f"values_T has shape {tuple(values_T.shape)} and weight_T {tuple(weight_T.shape)}, expected (T,) for both."
         )
     dtype = torch.promote_types(values_T.dtype, torch.float32)
-    weighted_T = torch.where(weight_T != 0, values_T.to(dtype) * weight_T, 0)
+    # Finite values keep their part in the gradient of a weight of 0.
+    weighted_T = values_T.to(dtype).where((weight_T != 0) | values_T.isfinite(), 0) * weight_T
     weight_B = segment_sum(weight_T.to(dtype), cu_seqlens)
     # The denominator is replaced before the division: nan * 0 in the backward of the branch not taken would be nan.
     return segment_sum(weighted_T, cu_seqlens) / torch.where(weight_B == 0, torch.inf, weight_B)

@@ -165,6 +165,27 @@ def test_impossible_tokens(V, possible, train_weight, backend):
         torch.testing.assert_close(actual, expected)
 
 
+@each_backend
+def test_the_temperature_has_no_gradient(backend):
+    hidden, weight, target, _ = make_inputs(6, 16, 40)
+    temperature = torch.full((6,), 0.7, requires_grad=True)
+    assert not logprob_of(backend)(hidden, weight, target, temperature=temperature).logprob.requires_grad
+
+
+@each_kernel
+@pytest.mark.parametrize("train_weight", [True, False])
+def test_an_impossible_target_has_the_gradient_of_the_others(train_weight, backend):
+    hidden, weight, target, _ = make_inputs(6, 16, 40)
+    bias = torch.zeros(40).index_fill_(0, target[:1], -torch.inf)
+    hidden.requires_grad_(), weight.requires_grad_(train_weight)
+    logprob = logprob_of(backend)(hidden, weight, target, bias_V=bias).logprob
+    assert logprob[0] == -torch.inf
+    (grad,) = torch.autograd.grad(logprob, hidden, torch.ones(6))
+    h, w = hidden.detach().double(), weight.detach().double()
+    expected = w[target] - (h @ w.T + bias).softmax(-1) @ w
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
 

@@ -79,6 +79,22 @@ def check_uneven_shards(rank: int, sizes: list[int]) -> None:
             torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
 
 
+def check_logits_that_one_rank_alone_could_keep(rank: int) -> None:
+    """One MiB holds 200 rows of 64 logits, and not of 3000: ranks that keep logits reduce all rows at once."""
+    hidden, weight, target, _ = make_inputs(200, 4, 3064)
+    own = (slice(64), slice(64, None))[rank]
+
+    def results(rows: slice, **group) -> list[Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()
+        logprob = linear_logprob(h, w, target, workspace_mib=1, **group).logprob
+        logprob.sum().backward()
+        return [logprob.detach(), h.grad, w.grad]
+
+    *expected, dweight = results(slice(None))
+    for ours, whole in zip(results(own, vocab_group=dist.group.WORLD), [*expected, dweight[own]], strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
+
+
 def check_shards_that_all_ranks_refuse(rank: int) -> None:
     hidden, target = torch.randn(2, 1), torch.zeros(2, dtype=torch.int64)
     options = {"vocab_group": dist.group.WORLD, "workspace_mib": 1}
@@ -93,6 +109,7 @@ def check_shards_that_all_ranks_refuse(rank: int) -> None:
 @pytest.mark.slow
 def test_uneven_shards():
     run_distributed(check_uneven_shards, 2, [400_000, 120_000])
+    run_distributed(check_logits_that_one_rank_alone_could_keep, 2)
 
 
 @pytest.mark.dist

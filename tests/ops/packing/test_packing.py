@@ -407,6 +407,8 @@ def test_gradients_match_finite_differences(side):
         assert check(lambda x: packing.segment_expand(x, cu_seqlens), values_B)
         assert check(lambda x: packing.take_rows(x, rows_on("cpu", [2, 0, 2, 2], 5)), packed)
         assert check(lambda v, w: packing.segment_mean(v[:, 0], cu_seqlens, w), (packed, weight_T))
+    some_T = (weight_T * torch.tensor([1, 0, 0, 1, 1])).detach().requires_grad_()
+    assert gradcheck(lambda v, w: packing.segment_mean(v[:, 0], cu_seqlens, w), (packed, some_T))
 
 
 def test_gradient_keeps_the_dtype_of_the_input():
