@@ -204,8 +204,10 @@ class Store:
         if not folder.exists():
             self._fetch_folder(folder.name, folder)
             (folder / _MANIFEST).unlink()
-            for file, (_, modified) in json.loads(manifest).items():
-                os.utime(folder / file, ns=(modified, modified))  # so that the model is not copied again
+            described = json.loads(manifest)
+            for path in folder.rglob("*"):  # and no name of the manifest, which may lead elsewhere
+                if (found := described.get(path.relative_to(folder).as_posix())) is not None:
+                    os.utime(path, ns=(found[1], found[1]))  # so that the model is not copied again
 
     # ---- files --------------------------------------------------------------------------------------------------
 
