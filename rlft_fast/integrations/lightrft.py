@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad as widen
 from transformers import PreTrainedModel
 
-from rlft_fast.models import PACKED_ATTENTION, patch_lm_head, require_packed_attention
+from rlft_fast.models import PACKED_ATTENTION, needs_more_than_boundaries, patch_lm_head, require_packed_attention
 from rlft_fast.ops import (
     FusedAdamW,
     clip_coefficient,
@@ -137,6 +137,11 @@ def _patching(own: Any) -> Any:
         name, tied = type(policy).__name__, False
         if policy is not None:
             require_packed_attention(policy)
+            if needs_more_than_boundaries(policy.config):
+                raise ValueError(
+                    f"{name} attends within chunks or scales queries by positions, which action_logprobs cannot pack: "
+                    "use examples/lightrft_strategy.py, which keeps the actor's own forward, or another model"
+                )
             patch_lm_head(policy)
             policy.set_attn_implementation(PACKED_ATTENTION)
             tied = _is_tied(policy)

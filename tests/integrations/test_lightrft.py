@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ConstantLR
 from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -197,6 +199,34 @@ def test_models_that_cannot_be_packed_are_refused():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     with pytest.raises(ValueError, match="MambaForCausalLM carries a recurrent state"):
         enabled().prepare_model(MambaForCausalLM(MambaConfig(vocab_size=64, **sizes)))
+
+
+def build_llama4(*, chunked: bool, scaled: bool) -> Llama4ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size_mlp": 24, "num_local_experts": 2}
+    kinds = ["chunked_attention" if chunked else "full_attention", "full_attention"]
+    config = Llama4TextConfig(
+        **SIZES, **sizes, layer_types=kinds, attention_chunk_size=3, no_rope_layers=[1, 0],
+        attn_temperature_tuning=scaled, floor_scale=2,
+    )  # fmt: skip
+    return Llama4ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(("chunked", "scaled"), [(True, False), (False, True)])
+def test_models_that_need_more_than_boundaries_are_refused(chunked, scaled):
+    model = build_llama4(chunked=chunked, scaled=scaled)
+    with pytest.raises(
+        ValueError, match="Llama4ForCausalLM attends within chunks or scales queries by positions, which"
+    ):
+        enabled().prepare_model(model)
+
+
+def test_a_llama4_that_needs_the_boundaries_alone():
+    batch = load_example()["make_batch"](0)
+    model = build_llama4(chunked=False, scaled=False)
+    expected = plain_scores(model, **batch)
+    found = action_logprobs(enabled().prepare_model(model), **batch, temperature=TEMPERATURE)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

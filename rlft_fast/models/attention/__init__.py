@@ -11,6 +11,7 @@ from rlft_fast.models.attention.chunks import (
     Chunks,
     CountedPositions,
     counts_tokens_before,
+    needs_more_than_boundaries,
     prepare_chunks,
 )
 from rlft_fast.models.attention.functions import (
@@ -35,6 +36,7 @@ __all__ = [
     "all_rows_of_own_heads",
     "cache_argument",
     "counts_tokens_before",
+    "needs_more_than_boundaries",
     "packed_attention",
     "prepare_chunks",
     "sinks_of_own_heads",

@@ -81,6 +81,12 @@ def counts_tokens_before(config: PreTrainedConfig) -> bool:
     return bool(getattr(config.get_text_config(), "attn_temperature_tuning", False))
 
 
+def needs_more_than_boundaries(config: PreTrainedConfig) -> bool:
+    """Whether a packed forward needs `Chunks` or `CountedPositions`, too."""
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return CHUNKED_LAYER in types or counts_tokens_before(config)
+
+
 class CountedPositions:
     """Stands for a cache without tokens, from whose length a layer counts the positions of packed rows.
 
