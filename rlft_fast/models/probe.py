@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# The outer logits are large enough that a soft-cap changes them.
+# Those of four tokens, repeated for the others. The outer logits are large enough that a soft-cap changes them.
 _SAMPLE_LOGITS = (-40.0, -1.0, 0.5, 40.0)
 
 
@@ -39,7 +39,7 @@ class UnknownForwardError(ValueError):
 
 
 def probe(model: PreTrainedModel, device: torch.device | str, dtype: torch.dtype) -> Surroundings:
-    """Runs the forward of a causal language model on two tokens, without its backbone.
+    """Runs the forward of a causal language model on two tokens, without its backbone, and compares all logits.
 
     If this fails because the forward needs other outputs of the backbone, the backbone runs, too. The last attempts
     pass position ids in four dimensions, because verl's forwards of vision-language models need them.
@@ -50,14 +50,19 @@ def probe(model: PreTrainedModel, device: torch.device | str, dtype: torch.dtype
         dtype: dtype of the random hidden states. A dtype narrower than float32 rounds `hidden_scale`.
 
     Raises:
-        UnknownForwardError: the forward fails, does not call the head exactly once, or changes the logits by more than
-            a scale and a soft-cap.
+        UnknownForwardError: the forward fails, does not call the head exactly once, changes the logits by more than
+            a scale and a soft-cap, treats some tokens otherwise than others, or leaves tokens out.
     """
-    name = type(model).__name__
+    name, num_rows = type(model).__name__, len(_head_weight(model))
     seen = _first_that_runs(model, torch.device(device), dtype)
     if len(seen.at_head) != 1:
         raise UnknownForwardError(f"{name} calls its head {len(seen.at_head)} times in a forward, expected once")
-    softcap, logit_scale = _transform(name, model.config, seen.logits)
+    if (width := seen.logits_LV.shape[-1]) != num_rows:
+        raise UnknownForwardError(
+            f"{name} returns {width} logits of the {num_rows} rows of its head, expected all: call "
+            f"model.resize_token_embeddings({width}) if the last rows are padding"
+        )
+    softcap, logit_scale = _transform(name, model.config, seen.logits_LV)
     return Surroundings(
         softcap=softcap, logit_scale=logit_scale, hidden_scale=_factor(seen.hidden, seen.at_head[0])
     )  # fmt: skip
@@ -82,7 +87,7 @@ def _first_that_runs(model: PreTrainedModel, device: torch.device, dtype: torch.
 class _Seen:
     hidden: Tensor | None  # in place of the backbone's output; None: the backbone itself ran
     at_head: list[Tensor]
-    logits: list[float]
+    logits_LV: Tensor  # float64, on the CPU
 
 
 class _Stub:
@@ -104,17 +109,18 @@ def _run(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None
     """Runs the model's forward once. If dtype is None, the backbone runs, too."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
+    num_rows, dim = _head_weight(model).shape
     at_head: list[Tensor] = []
 
     def record(hidden: Tensor) -> Tensor:
         at_head.append(hidden)
         on = "cpu" if hidden.is_meta else hidden.device
-        return torch.tensor(_SAMPLE_LOGITS, device=on).repeat(*hidden.shape[:-1], 1)
+        return _sample_logits(num_rows, torch.float32).to(on).repeat(*hidden.shape[:-1], 1)
 
     hidden = None
     if dtype is not None:
         generator = torch.Generator("cpu").manual_seed(0)
-        shape = (1, 2, cast(Tensor, head.weight).shape[1])
+        shape = (1, 2, dim)
         hidden = torch.randn(shape, device="cpu", generator=generator).to(device, dtype)
     backbones = [x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model]
     with torch.device("cpu"), contextlib.ExitStack() as stack:  # not on the caller's default device
@@ -127,7 +133,7 @@ def _run(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None
         input_ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
         outputs = type(model).forward(model, input_ids=input_ids, **inputs)
     logits = outputs.logits if hasattr(outputs, "logits") else outputs[0]
-    return _Seen(hidden=hidden, at_head=at_head, logits=logits[0, 0].tolist())
+    return _Seen(hidden=hidden, at_head=at_head, logits_LV=logits[0].cpu().double())
 
 
 @contextlib.contextmanager
@@ -155,22 +161,44 @@ def _factor(hidden: Tensor | None, at_head: Tensor) -> float | None:
     return factor if torch.allclose(result, factor * wide, rtol=tolerance, atol=tolerance * abs(factor)) else None
 
 
-def _transform(name: str, config: Any, logits: list[float]) -> tuple[float | None, float]:
-    """(softcap, scale) that turn the sample logits into ``logits``."""
+def _transform(name: str, config: Any, logits_LV: Tensor) -> tuple[float | None, float]:
+    """(softcap, scale) that turn the sample logits into ``logits_LV``."""
     text = config.get_text_config()
     keys = ("final_logit_softcapping", "logits_soft_cap")  # Gemma, RecurrentGemma
     softcaps = sorted({float(value) for key in keys if (value := getattr(text, key, None))})
-    raw, actual = (torch.tensor(x, device="cpu", dtype=torch.float64) for x in (_SAMPLE_LOGITS, logits))
+    raw_V, actual = _sample_logits(logits_LV.shape[-1], torch.float64), logits_LV[0, : len(_SAMPLE_LOGITS)]
     for softcap in [*softcaps, None]:
         inner = actual if softcap is None else softcap * torch.atanh(actual / softcap)
-        scale = _rounded(float(inner[2] / raw[2]), text)
-        expected = scale * raw if softcap is None else softcap * torch.tanh(scale * raw / softcap)
-        if torch.allclose(expected, actual, rtol=1e-4):
+        scale = _rounded(float(inner[2] / raw_V[2]), text)
+        expected_V = scale * raw_V if softcap is None else softcap * torch.tanh(scale * raw_V / softcap)
+        if torch.allclose(expected_V[: len(actual)], actual, rtol=1e-4):
+            _require_all_tokens(name, logits_LV, expected_V)
             return softcap, scale
     raise UnknownForwardError(
-        f"{name} turns raw logits {list(_SAMPLE_LOGITS)} into {[round(x, 4) for x in logits]}: expected a scale, or "
-        "one of the soft-caps that its configuration names"
+        f"{name} turns raw logits {list(_SAMPLE_LOGITS)} into {[round(x, 4) for x in actual.tolist()]}: expected a "
+        "scale, or one of the soft-caps that its configuration names"
     )
+
+
+def _require_all_tokens(name: str, logits_LV: Tensor, expected_V: Tensor) -> None:
+    others = (~torch.isclose(logits_LV, expected_V, rtol=1e-4)).any(0).nonzero().flatten().tolist()
+    if others:
+        some = ", ".join(map(str, others[:3])) + (", ..." if len(others) > 3 else "")
+        raise UnknownForwardError(
+            f"{name} changes the logits of chosen tokens (ids {some}; {len(others)} of {len(expected_V)}), expected "
+            "one scale and one soft-cap for all: choose another model"
+        )
+
+
+def _sample_logits(num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """(num_tokens,) on the CPU."""
+    repeats = -(-num_tokens // len(_SAMPLE_LOGITS))
+    return torch.tensor(_SAMPLE_LOGITS, dtype=dtype, device="cpu").repeat(repeats)[:num_tokens]
+
+
+def _head_weight(model: PreTrainedModel) -> Tensor:
+    """(V, D)"""
+    return cast(Tensor, cast(nn.Module, model.get_output_embeddings()).weight)
 
 
 def _rounded(scale: float, config: Any) -> float:

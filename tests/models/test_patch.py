@@ -31,6 +31,8 @@ from transformers import (
     GraniteForCausalLM,
     HyperCLOVAXConfig,
     HyperCLOVAXForCausalLM,
+    InklingForCausalLM,
+    InklingTextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -676,6 +678,15 @@ class Shifted(LlamaForCausalLM):
         return outputs
 
 
+class WithForbiddenTokens(LlamaForCausalLM):
+    """As Chameleon, which forbids tokens of images."""
+
+    def forward(self, *args, **inputs):
+        outputs = super().forward(*args, **inputs)
+        outputs.logits[..., [7, 61, 62, 66]] = torch.finfo(outputs.logits.dtype).min
+        return outputs
+
+
 class TwiceThroughTheHead(LlamaForCausalLM):
     def forward(self, *args, **inputs):
         super().forward(*args, **inputs)
@@ -691,6 +702,7 @@ class Broken(LlamaForCausalLM):
     ("model_class", "message"),
     [
         (Shifted, r"Shifted turns raw logits \[-40.0, -1.0, 0.5, 40.0\] into \[-24.0, -0.99, 0.5025, 56.0\]: expected"),
+        (WithForbiddenTokens, r"changes the logits of chosen tokens \(ids 7, 61, 62, \.\.\.; 4 of 67\)"),
         (TwiceThroughTheHead, "TwiceThroughTheHead calls its head 2 times in a forward, expected once"),
         (Broken, "forward of Broken cannot be tried on two tokens: RuntimeError: out of order"),
     ],
@@ -700,6 +712,19 @@ def test_a_forward_that_is_not_understood(model_class, message):
     with pytest.raises(ValueError, match=message):
         patch_lm_head(model)
     assert type(model) is model_class
+
+
+def test_a_vocabulary_with_rows_of_padding():
+    """Inkling returns no logits of them. Without them, its head can be patched."""
+    config = InklingTextConfig(**SIZES, unpadded_vocab_size=60, n_routed_experts=2, num_experts_per_tok=1)
+    torch.manual_seed(0)
+    model, ids = InklingForCausalLM(config).eval(), batch()["input_ids"] % 60
+    expected, _ = plain_logprob(model(ids).logits, ids.roll(-1, 1))
+    with pytest.raises(ValueError, match=r"60 logits of the 67 rows of its head.*resize_token_embeddings\(60\)"):
+        patch_lm_head(model)
+    model.resize_token_embeddings(60, mean_resizing=False)
+    result = patch_lm_head(model)(ids, logprob_targets=ids.roll(-1, 1))
+    torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-5)
 
 
 def test_the_model_counts_and_not_its_configuration():

@@ -167,7 +167,7 @@ SMALL_OF: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 8,
         "hybrid_layer_ids": [1, 3],
     },
-    "chameleon": {"vocabulary_map": {"<image>": 60}},
+    "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGBZ": 61}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _mrope(1, 1, 2)["rope_parameters"]}},
     "hunyuan_vl_text": _mrope(2, 1, 1),
     "qwen4_exp_text": {
