@@ -8,7 +8,12 @@ from torch.nn.functional import pad
 from transformers import Trainer
 
 from rlft_fast.integrations.seams import require_function
-from rlft_fast.models import LogprobHead, patch_lm_head
+from rlft_fast.models import (
+    LogprobHead,
+    patch_lm_head,
+    require_next_token_loss,
+    unpatch_lm_head,
+)
 
 __all__ = ["FusedLossTrainer"]
 
@@ -27,9 +32,9 @@ class FusedLossTrainer(Trainer):
     are sharded over processes, the model computes its own loss and logits. PEFT's virtual tokens have no labels.
 
     Raises:
-        ValueError: the model cannot be patched (an adapter on the head, for example), or an option needs another loss:
-            `compute_loss_func`, `label_smoothing_factor`, `fp16`, `use_liger_kernel`, several GPUs in one process, or
-            PEFT's CPT.
+        ValueError: the model cannot be patched (an adapter on the head, for example), or its own loss is another one
+            (labels that are not shifted, a z-loss). Or an option needs another loss: `compute_loss_func`,
+            `label_smoothing_factor`, `fp16`, `use_liger_kernel`, several GPUs in one process, or PEFT's CPT.
     """
 
     def __init__(self, model: Any = None, *args: Any, **options: Any) -> None:
@@ -86,19 +91,31 @@ class FusedLossTrainer(Trainer):
 
 def _patched(model: nn.Module) -> nn.Module:
     """The model, patched in place unless it is patched already."""
-    adapted: Any = model
-    base = adapted.get_base_model() if hasattr(model, "get_base_model") else adapted
+    base = _base(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-    if head is not None and any(isinstance(module, LogprobHead) for module in head.modules()):
-        return model
-    for module in model.modules():
-        if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
-            raise ValueError(
-                f"{type(module).__name__} keeps the forward that it has found in {type(base).__name__}: call "
-                "patch_lm_head(model) before get_peft_model"
-            )
-    patch_lm_head(base)
+    is_new = head is None or not any(isinstance(module, LogprobHead) for module in head.modules())
+    if is_new:
+        for module in model.modules():
+            if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
+                raise ValueError(
+                    f"{type(module).__name__} keeps the forward that it has found in {type(base).__name__}: call "
+                    "patch_lm_head(model) before get_peft_model"
+                )
+        patch_lm_head(base)
+    try:
+        require_next_token_loss(base)
+    except ValueError as error:
+        if is_new:
+            unpatch_lm_head(base)
+        has_router = getattr(base.config.get_text_config(), "output_router_logits", False)
+        advice = "set output_router_logits of its configuration to False, or " if has_router else ""
+        raise ValueError(f"{error}: {advice}use transformers.Trainer itself") from error
     return model
+
+
+def _base(model: Any) -> Any:
+    """The model without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _prompt_learning(model: Any) -> str | None:

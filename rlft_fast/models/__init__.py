@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     )
     from rlft_fast.models.packed import ModelInputs, final_hidden
     from rlft_fast.models.patch import LogprobOutput, patch_lm_head, unpatch_lm_head
+    from rlft_fast.models.probe import require_next_token_loss
     from rlft_fast.models.routing import Routers, Routing, check_routers, has_routers
     from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
     from rlft_fast.models.weights import (
@@ -143,6 +144,7 @@ __all__ = [
     "prepare_look_ahead",
     "require_divisible_heads",
     "require_fixed_rope",
+    "require_next_token_loss",
     "require_packed_attention",
     "rotary_positions",
     "sees_ahead",

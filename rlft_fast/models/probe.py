@@ -6,16 +6,19 @@ between backbone and head.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 # Those of four tokens, repeated for the others. The outer logits are large enough that a soft-cap changes them.
 _SAMPLE_LOGITS = (-40.0, -1.0, 0.5, 40.0)
+_LABELS = (3, 1, -100, 2)  # of different sample logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,17 +71,51 @@ def probe(model: PreTrainedModel, device: torch.device | str, dtype: torch.dtype
     )  # fmt: skip
 
 
-def _first_that_runs(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> "_Seen":
-    positions = {"position_ids": torch.arange(2, device=device).expand(4, 1, 2)}
+def require_next_token_loss(model: PreTrainedModel) -> None:
+    """Refuses a model whose loss of labels is not the mean cross-entropy of each next token.
+
+    The model's own forward computes the loss of sample logits. As in `probe`, the backbone runs only if the forward
+    fails without its other outputs.
+
+    Args:
+        model: a causal language model with a linear head, patched or not. It stays unchanged.
+
+    Raises:
+        UnknownForwardError: the loss has another value, or the forward fails.
+    """
+    weight = _head_weight(model)
+    labels = torch.tensor([_LABELS], device="cpu" if weight.is_meta else weight.device)
+    was_training, model.training = model.training, False  # in training, Liger's loss needs no logits
+    try:
+        seen = _first_that_runs(model, weight.device, weight.dtype, labels)
+    finally:
+        model.training = was_training
+    expected = float(cross_entropy(seen.logits_LV[:-1], labels[0, 1:].cpu()))
+    if seen.loss is None or not math.isclose(seen.loss, expected, rel_tol=1e-5):
+        own = "no loss" if seen.loss is None else f"a loss of {seen.loss:.7g}"
+        raise UnknownForwardError(
+            f"{type(model).__name__} computes {own} for sample labels, expected {expected:.7g}, the mean cross-entropy "
+            "of each next token"
+        )
+
+
+def _first_that_runs(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, labels: Tensor | None = None
+) -> "_Seen":
+    """Without labels, the sequence has two tokens."""
+    num_tokens, what = (2, "two tokens") if labels is None else (labels.shape[1], "labels")
+    asked = {"input_ids": torch.zeros(1, num_tokens, dtype=torch.int64, device=device)}
+    asked |= {} if labels is None else {"labels": labels}
+    positions = {"position_ids": torch.arange(num_tokens, device=device).expand(4, 1, num_tokens)}
     failed: Exception | None = None
     for inputs in ({}, positions):
         for each in (dtype, None):
             try:
-                return _run(model, device, each, inputs)
+                return _run(model, device, each, asked | inputs)
             except Exception as error:  # the model's own code may raise anything
                 failed = error if each is None and not inputs else failed  # the plain call's error tells most
     raise UnknownForwardError(
-        f"the forward of {type(model).__name__} cannot be tried on two tokens: {type(failed).__name__}: "
+        f"the forward of {type(model).__name__} cannot be tried on {what}: {type(failed).__name__}: "
         f"{' '.join(str(failed).split())}"
     ) from failed
 
@@ -88,6 +125,7 @@ class _Seen:
     hidden: Tensor | None  # in place of the backbone's output; None: the backbone itself ran
     at_head: list[Tensor]
     logits_LV: Tensor  # float64, on the CPU
+    loss: float | None
 
 
 class _Stub:
@@ -120,7 +158,7 @@ def _run(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None
     hidden = None
     if dtype is not None:
         generator = torch.Generator("cpu").manual_seed(0)
-        shape = (1, 2, dim)
+        shape = (*inputs["input_ids"].shape, dim)
         hidden = torch.randn(shape, device="cpu", generator=generator).to(device, dtype)
     backbones = [x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model]
     with torch.device("cpu"), contextlib.ExitStack() as stack:  # not on the caller's default device
@@ -130,10 +168,12 @@ def _run(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None
             stub = _Stub(hidden)
             for backbone in backbones:
                 stack.enter_context(_replaced(backbone, lambda *_, **__: stub))
-        input_ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        outputs = type(model).forward(model, input_ids=input_ids, **inputs)
+        outputs = type(model).forward(model, **inputs)
     logits = outputs.logits if hasattr(outputs, "logits") else outputs[0]
-    return _Seen(hidden=hidden, at_head=at_head, logits_LV=logits[0].cpu().double())
+    loss = getattr(outputs, "loss", None)
+    return _Seen(
+        hidden=hidden, at_head=at_head, logits_LV=logits[0].cpu().double(), loss=None if loss is None else float(loss)
+    )
 
 
 @contextlib.contextmanager

@@ -15,15 +15,25 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
+    BartConfig,
+    BartForCausalLM,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rlft_fast import patch_lm_head
 from rlft_fast.integrations.transformers import FusedLossTrainer
@@ -151,6 +161,61 @@ def test_a_model_made_by_a_function(tiny_model, tmp_path):
 def test_what_it_refuses(options, message, tiny_model, tmp_path):
     with pytest.raises(ValueError, match=message):
         make_trainer(FusedLossTrainer, tiny_model("llama"), tmp_path, **options)
+
+
+SIZES = {
+    "vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+BART = {"vocab_size": 67, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "attn_layer_indices": [1]}
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda: BartForCausalLM(BartConfig(**BART, is_decoder=True)), ""),  # does not shift the labels
+        (lambda: BambaForCausalLM(BambaConfig(**SIZES, **BAMBA, z_loss_coefficient=1e-4)), ""),
+        (
+            lambda: MixtralForCausalLM(MixtralConfig(**SIZES, output_router_logits=True, router_aux_loss_coef=0.1)),
+            "set output_router_logits of its configuration to False, or ",
+        ),
+    ],
+)
+def test_a_model_with_another_loss_is_refused(make, advice, tmp_path):
+    model, ids = make(), torch.randint(0, 67, (2, 9))
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    logits = model(ids).logits
+    shifted = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert abs(model(ids, labels=ids).loss - shifted) > 1e-4
+    name = type(model).__name__
+    with pytest.raises(ValueError, match=f"{name} computes a loss of .* each next token: {advice}use transformers.Tra"):
+        FusedLossTrainer(model, arguments)
+    assert not isinstance(model.get_output_embeddings(), LogprobHead)
+
+
+class WithoutLogits(LlamaForCausalLM):
+    """As Liger's patch of the class."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **inputs):
+        outputs = super().forward(input_ids, labels=labels, **inputs)
+        return CausalLMOutputWithPast(outputs.loss) if self.training and labels is not None else outputs
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WithoutLogits(LlamaConfig(**SIZES)).train(),
+        lambda: BambaForCausalLM(BambaConfig(**SIZES, **BAMBA)),
+        lambda: LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16),
+    ],
+)
+def test_a_model_with_the_cross_entropy_is_not_refused(make, tmp_path):
+    model = make()
+    was_training = model.training
+    trainer = FusedLossTrainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    assert isinstance(trainer.model.get_output_embeddings(), LogprobHead)
+    assert model.training == was_training
 
 
 def test_an_auxiliary_loss_is_refused(tiny_model, tmp_path):

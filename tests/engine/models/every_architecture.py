@@ -60,7 +60,8 @@ no token sees the padding on its right. Its head, losses, checkpoints, adapters 
 It has no sequence parallelism, and its blocks are not compiled. A run says at its start that a model is padded, and
 why. Rollouts by transformers then batch prompts of one length. They run without a cache, slowly, for the few models
 whose cache gives other numbers: {uncached}.
-[LightRFT](integrations.md#lightrft) takes packed models alone, but not Llama 4.
+[LightRFT](integrations.md#lightrft) takes packed models alone, but not Llama 4. The loss of
+[FusedLossTrainer](integrations.md#hf-trainer) is not the loss of all models, and some are refused there.
 
 Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, InternVL, Idefics3, SmolVLM, Mistral 3 and Gemma 3 learn from
 [images](runs.md#images), too. All other vision-language models learn from text: their towers are frozen, and images
