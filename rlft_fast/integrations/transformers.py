@@ -10,6 +10,7 @@ from transformers import Trainer
 from rlft_fast.integrations.seams import require_function
 from rlft_fast.models import (
     LogprobHead,
+    added_keywords,
     patch_lm_head,
     require_next_token_loss,
     unpatch_lm_head,
@@ -83,6 +84,13 @@ class FusedLossTrainer(Trainer):
         num_items = self._get_num_items_in_batch([inputs], self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, inputs, num_items_in_batch=num_items).detach(), None, None
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """As `Trainer`'s. Keywords that the model has from the patch alone are no columns."""
+        if self._signature_columns is None:
+            super()._set_signature_columns_if_needed()
+            added = added_keywords(_base(self.model))
+            self._signature_columns = [name for name in self._signature_columns or () if name not in added]
 
     def _shards_sequences(self) -> bool:
         parallelism = getattr(self.accelerator, "parallelism_config", None)

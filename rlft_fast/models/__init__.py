@@ -67,7 +67,7 @@ if TYPE_CHECKING:
         load_policy,
     )
     from rlft_fast.models.packed import ModelInputs, final_hidden
-    from rlft_fast.models.patch import LogprobOutput, patch_lm_head, unpatch_lm_head
+    from rlft_fast.models.patch import LogprobOutput, added_keywords, patch_lm_head, unpatch_lm_head
     from rlft_fast.models.probe import require_next_token_loss
     from rlft_fast.models.routing import Routers, Routing, check_routers, has_routers
     from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
@@ -103,6 +103,7 @@ __all__ = [
     "ValueModel",
     "adapter_parameters",
     "add_lora",
+    "added_keywords",
     "all_rows_of_own_heads",
     "blank_image",
     "build_critic",

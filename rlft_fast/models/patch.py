@@ -138,6 +138,15 @@ def unpatch_lm_head(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def added_keywords(model: PreTrainedModel) -> set[str]:
+    """The keywords that the forward of a patched model has from the patch alone."""
+    for model_class in type(model).__mro__:
+        if _is_patched(model_class):
+            own, new = (inspect.signature(x.forward).parameters for x in (model_class.__bases__[0], model_class))
+            return {*new} - {*own}
+    return set()
+
+
 def _is_patched(model_class: type) -> bool:
     bases = model_class.__bases__
     return len(bases) == 1 and issubclass(bases[0], PreTrainedModel) and model_class is _patched_class(bases[0])

@@ -163,6 +163,37 @@ def test_what_it_refuses(options, message, tiny_model, tmp_path):
         make_trainer(FusedLossTrainer, tiny_model("llama"), tmp_path, **options)
 
 
+class RowsWithColumns(Rows):
+    """With columns that have names of the patch's keywords."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index) | {"temperature": 0.5, "return_entropy": 1.0, "per_token": 2.0}
+
+
+def test_columns_of_the_patchs_keywords_are_removed(tiny_model, tmp_path):
+    losses = []
+    for trainer_class in (Trainer, FusedLossTrainer):
+        trainer = make_trainer(trainer_class, tiny_model("llama"), tmp_path)
+        trainer.eval_dataset = RowsWithColumns()
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+class WithTemperature(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, temperature: float = 1.0):
+        return super().forward(input_ids, labels=labels)
+
+
+@pytest.mark.parametrize("peft", [None, LoraConfig(target_modules=["q_proj"])])
+def test_a_column_that_the_model_itself_takes_is_kept(peft, tmp_path):
+    model = WithTemperature(LlamaConfig(**SIZES))
+    if peft is not None:
+        model = get_peft_model(patch_lm_head(model), peft)
+    trainer = FusedLossTrainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    trainer._set_signature_columns_if_needed()
+    assert {*trainer._signature_columns} == {"input_ids", "labels", "temperature", "label", "label_ids"}
+
+
 SIZES = {
     "vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1,
