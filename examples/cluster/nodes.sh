@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # One run on several machines that share a folder. Start it on each machine, with its own NODE_RANK, from 0:
 #
-#     NODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 examples/cluster/nodes.sh examples/grpo.yaml --output_dir /shared/run
+#     NODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 examples/cluster/nodes.sh examples/grpo.yaml --output_dir /shared/run \
+#         --rollout.prompts_per_step 16
+#
+# The number of all processes must divide rollout.prompts_per_step.
 #
 # PROCESSES is the number of processes per machine; by default one for each GPU, or for each core of a machine without.
 # MASTER_ADDR is the machine with NODE_RANK 0, and MASTER_PORT a port that is free there.

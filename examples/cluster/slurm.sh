@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # One run on the nodes of a Slurm job. At the repository's root, in the environment that has rlft_fast:
 #
-#     sbatch --nodes 2 examples/cluster/slurm.sh examples/grpo.yaml --output_dir /shared/run
+#     sbatch --nodes 2 examples/cluster/slurm.sh examples/grpo.yaml --output_dir /shared/run --rollout.prompts_per_step 16
+#
+# The number of processes, here 16, must divide rollout.prompts_per_step.
 #
 # Slurm starts a preempted job again, which then continues from the newest checkpoint. Five minutes before the time limit
 # the run saves its last step and ends, and the job asks Slurm to start it again.

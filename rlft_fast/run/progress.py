@@ -81,7 +81,7 @@ class Progress:
         """Whether the value is better than all values so far; None is no value. The best loss is the lowest."""
         if value is None or self.best is None:
             return value is not None
-        return value < self.best["value"] if "loss" in name else value > self.best["value"]
+        return value < self.best["value"] if name.startswith("held_out_loss") else value > self.best["value"]
 
     def is_beaten(self, name: str, run: Path) -> bool:
         """Whether a later step of the run had a better value than all values so far."""

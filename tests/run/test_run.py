@@ -11,6 +11,7 @@ from matplotlib.image import imread
 from rlft_fast.errors import StepError
 from rlft_fast.rewards import RewardError
 from rlft_fast.run.folder import MARKER
+from rlft_fast.run.progress import Progress
 from rlft_fast.run.records import trackers
 from rlft_fast.run.run import DivergedError
 from rlft_fast.trainer import Run
@@ -190,6 +191,13 @@ def test_the_best_policy_is_kept(accuracy, best, tmp_path):
     assert (summary["best_step"], summary["accuracy_best"]) == (best, accuracy[best])
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (accuracy[0], accuracy[6])
     assert total_in(tmp_path, "best") == totals(tmp_path)[best]
+
+
+def test_the_best_loss_is_the_lowest_and_the_best_accuracy_the_highest():
+    progress = Progress(best={"step": 1, "value": 0.5})
+    for name, better in (("accuracy_glossary", 0.6), ("held_out_loss_sums", 0.4), ("held_out_pair_accuracy", 0.6)):
+        assert progress.is_best(name, better)
+        assert not progress.is_best(name, 1 - better)
 
 
 def test_the_best_policy_survives_a_run_that_goes_on(tmp_path):

@@ -69,6 +69,8 @@ class Judge:
         self.seconds = 0.0
         self._turn = threading.Lock()  # functions are called by one thread at a time
         self._replaces = False  # whether its functions score episodes in the environment's place
+        # Functions that are tools have no reward to give.
+        self._has_others = any(not environment.tools for environment in config.environments_by_name.values())
 
     @classmethod
     def for_evaluation(cls, config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> "Judge | None":
@@ -114,7 +116,7 @@ class Judge:
         weights = self.functions.weights
         # A model scores every sample, and an environment its episodes: without a function's part, theirs is the reward.
         # A teacher needs no reward.
-        nothing = None if not self.models and (self._replaces or not own.parts) and weights else 0.0
+        nothing = None if not self.models and (self._replaces or not self._has_others) and weights else 0.0
         rewards = [nothing if (total := weighted_sum(parts, weights)) is None else total for parts in scored]
         samples = with_rewards(self._counted(own), rewards, scored, [*weights]).replace(texts=texts)
         samples = samples.replace(parts={**samples.parts, **own.parts}).gather(self.world)

@@ -64,6 +64,19 @@ def test_functions_see_their_rows_and_text_without_special_tokens(model, tmp_pat
     assert (samples.row_B.tolist(), samples.reward_B.tolist()) == ([0, 1], [0.0, 1.0])
 
 
+def test_a_sample_that_no_function_judges_has_no_reward_beside_tools(model, tmp_path):
+    """Functions that are tools give no reward, which a class may."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = Prompts(["sun", "moon"], [[1], [2]], {})
+    completion = Completion([*tokenizer.encode("8"), tokenizer.eos_token_id], [0.0] * 2, "stop")
+    samples = to_samples([(0, completion), (1, completion)])
+    samples = samples.replace(parts={"environment": torch.zeros(2, dtype=torch.float64)})
+    for environment, expected in (({"tools": ["tools.py:add"]}, [False, True]), ({"name": "games:Game"}, [True, True])):
+        options = {"reward__function": f"{HERE}:not_for_sun", "environment": environment, "data__chat": True}
+        judge = Judge(toy_config(model, tmp_path, **options), tokenizer, World())
+        assert judge.score(prompts, samples).has_reward_B.tolist() == expected
+
+
 def test_functions_see_the_whole_answer_where_the_model_continues_one(model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = Prompts(["u:9*2? a:1", "a:"], [[1], [1]], {"answer": [18, 8]}, continued={0: "1"})
