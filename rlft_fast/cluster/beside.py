@@ -31,11 +31,17 @@ class RolloutBeside(Rollout):
     def _sync(self) -> None:
         self.weight_version += 1
         self._failure = None
-        self._load()
+        try:
+            self._load()
+        except ServerError as error:
+            self._restart(error)
 
     def _restart(self, failure: Exception) -> None:
         """New servers take the places of dead servers."""
-        self._load()
+        try:
+            self._load()
+        except ServerError as error:
+            raise RolloutError(str(error)) from error
 
     def _load(self) -> None:
         self.generator.load(None, self.weight_version)

@@ -238,8 +238,8 @@ class RemoteCheckpoints:
         self, step: int, engines: Mapping[str, Any], state: Mapping[str, Any], *, asynchronous: bool = False
     ) -> Path:
         """See `CheckpointManager.save`; the engines are those of the groups that train."""
-        if self.critic is not None:  # keeps one more: the actor's newest may still be the one before
-            self.critic.save_checkpoint(self._of_critic, step, num_more=1)
+        if self.critic is not None:  # keeps two more: the actor's save before may be under way, or have failed
+            self.critic.save_checkpoint(self._of_critic, step, num_more=2)
         self.group.save_checkpoint(str(self.directory), step, dict(state), asynchronous=asynchronous)
         return self.directory / f"step_{step:08d}"
 

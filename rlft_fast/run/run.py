@@ -165,8 +165,8 @@ class Run:
     def _begin(self, state: dict[str, Any] | None) -> None:
         """Puts progress, trainer and logs into the state of a checkpoint, or into that of the beginning."""
         self.progress = progress = Progress.of_checkpoint(state, self.config)
-        if not self.world.all_gather_json(is_export(self.directory / "best"))[0]:
-            progress.best = None  # the best from now on is kept
+        best = progress.best if is_export(self.directory / "best") else None  # then the best from now on is kept
+        progress.best = self.world.all_gather_json(best)[0]  # ranks may have started in other folders
         self.saved_step = progress.step
         self.trainer.load_state(progress.trainer)
         self.trainer.load_ahead(state or {})

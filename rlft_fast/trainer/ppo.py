@@ -164,7 +164,8 @@ class PPOTrainer:
             metrics |= staleness_metrics(samples, step + 1, max_staleness)
         prepare = partial(self.objective.prepare, batch, _seed(self.config, step))
         batch = self.world.together(prepare, AdvantageError)
-        metrics |= self.objective.after_rollout(metrics, len(taught))
+        moves = not self.learner.freezes_actor(step)  # else its divergence says nothing of the penalty's weight
+        metrics |= self.objective.after_rollout(metrics, len(taught) if moves else 0)
         if self.config.algorithm.mask_truncated:
             stopped_B = taught.stopped_B
             ends_B = stopped_B if batch.episode_B is None else stopped_B[batch.episode_B]

@@ -341,9 +341,10 @@ def test_aggregation(aggregation, uneven, tmp_path):
 
 
 def test_the_critic_learns_alone_at_first(model, tmp_path):
-    """The policy keeps its bits, then learns."""
+    """The policy keeps its bits and the penalty its weight, then both move."""
     critic = GAE["critic"] | {"freeze_actor_steps": 1}
-    trainer = PPOTrainer(toy_config(model, tmp_path, **GAE | {"critic": critic}))
+    penalty = {"algorithm__kl_coef": 0.1, "algorithm__kl_target": 0.01, "algorithm__kl_horizon": 100}
+    trainer = PPOTrainer(toy_config(model, tmp_path, **GAE | penalty | {"critic": critic}))
     weights = {name: [p.detach().clone() for p in x.model.parameters()] for name, x in trainer.models.trained.items()}
 
     def changed(name: str) -> bool:
@@ -357,7 +358,10 @@ def test_the_critic_learns_alone_at_first(model, tmp_path):
     assert ran == pytest.approx(trainer.critic.facts.flops.of(experience.batch.unweighted()))
     assert "critic_value_loss" in metrics
     assert "grad_norm" not in metrics
-    assert "grad_norm" in trainer.train_step(1).metrics
+    assert metrics["kl_coef"] == 0.1
+    metrics = trainer.train_step(1).metrics
+    assert "grad_norm" in metrics
+    assert metrics["kl_coef"] != 0.1
     assert changed("actor")
     trainer.close()
 
