@@ -82,13 +82,16 @@ def test_phases_nest(tiny_model, monkeypatch):
 
     monkeypatch.setattr(FSDPEngine, "to", recorded)
     engine = make_engine(tiny_model("llama"), config={"offload_between_phases": True})
-    weights, everything = ((str(engine.device), {"optimizer": optimizer}) for optimizer in (False, True))
+    weights, nothing, state = (
+        (str(engine.device), {"params": params, "optimizer": optimizer})
+        for params, optimizer in ((True, False), (False, False), (False, True))
+    )
     away = ("cpu", {})
     with engine.eval_mode():
         engine.infer(random_batch(), ("logprob",))
         engine.train_step(random_batch(), policy_loss())
-        assert moves == [away, weights, weights, everything]
-    assert moves == [away, weights, weights, everything, away]
+        assert moves == [away, weights, nothing, state]
+    assert moves == [away, weights, nothing, state, away]
 
 
 @pytest.mark.parametrize("params", [True, False])
