@@ -73,22 +73,21 @@ class Policies:
 
 
 @contextmanager
-def asking(rollout: Rollout) -> Iterator[Future[list[tuple[list[int], Completion]]]]:
-    """Inside, a thread asks again and again, so that answers are under way. Its future has all prompts and samples."""
+def asking(rollout: Rollout) -> Iterator[tuple[Future[None], list[tuple[list[int], Completion]]]]:
+    """Inside, a thread asks again and again, so that answers are under way. Gives its future, prompts and samples."""
     until = threading.Event()
+    samples: list[tuple[list[int], Completion]] = []
 
-    def ask() -> list[tuple[list[int], Completion]]:
-        samples = []
+    def ask() -> None:
         while not until.is_set():
             groups = rollout.generate(PROMPTS[:3], LONG)
-            samples += [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=False) for one in group]
-        return samples
+            samples.extend((prompt, one) for prompt, group in zip(PROMPTS, groups, strict=False) for one in group)
 
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask)
         time.sleep(0.2)
         try:
-            yield asked
+            yield asked, samples
         finally:
             until.set()
 
@@ -102,12 +101,13 @@ def changed(rank: int, model: Path, urls: tuple[str, ...]) -> None:
     policies = Policies(engine, rollout)
     policies.update()
     rollout.sync()
-    with asking(rollout) as asked:
-        for _ in range(3):
+    with asking(rollout) as (asked, samples):
+        while not (samples or asked.done()):  # all the time while the first answers are sampled, however long it takes
             policies.update()
             rollout.sync()
+    asked.result()
     mixed = []
-    for prompt, sample in asked.result():
+    for prompt, sample in samples:
         distance = policies.check(prompt, sample)
         mixed += [distance] if len(sample.spans) > 1 else []
     assert mixed
@@ -128,7 +128,7 @@ def check_death_beside(rollout: Rollout, policies: Policies) -> None:
         return content(piece)
 
     policies.update()
-    with asking(rollout) as asked:
+    with asking(rollout) as (asked, _):
         weight_sender._content = killing
         rollout.sync()
     with pytest.raises(RolloutError, match="vLLM failed: "):
@@ -203,14 +203,15 @@ def killed(rank: int, model: Path, urls: tuple[str, ...], pids: tuple[int, ...])
 
     weight_sender._content = killing
     policies.update()
-    with asking(rollout) as asked:
+    with asking(rollout) as (asked, samples):
         doomed.append(pids[0])
         with pytest.warns(UserWarning, match=f"{urls[0]}.*; the server is lost until the next new weights"):
             rollout.sync()
-    assert [policies.check(*one) >= 0 for one in asked.result()]
+    asked.result()
+    assert [policies.check(*one) >= 0 for one in samples]
     policies.update()
     started = time.monotonic()
-    with asking(rollout) as asked:
+    with asking(rollout) as (asked, _):
         doomed.append(pids[1])
         with pytest.raises(RolloutError, match=urls[1]), pytest.warns(UserWarning, match="the server is lost"):
             rollout.sync()
