@@ -240,7 +240,7 @@ def test_distillation(reader):
 @pytest.mark.slow
 def test_preferences(reader):
     read(ROOT / "docs" / "tutorials" / "preferences.md", ("python", "rlft-fast"), {})
-    for name in ("dpo", "reward"):
+    for name in ("dpo", "reward_model"):
         rows = read_lines(reader / "runs" / name / "metrics.jsonl")
         assert sum("held_out_pair_accuracy" in row for row in rows) == 2
 
