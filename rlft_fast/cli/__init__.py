@@ -101,7 +101,7 @@ def script() -> NoReturn:
         status = error.code
         raise
     finally:
-        if "triton._C.libtriton" not in sys.modules:  # which reports at the exit what was not freed
+        if "triton._C.libtriton" not in sys.modules:  # Triton reports at the exit what was not freed
             gc.freeze()  # Python would look through all objects again, which takes a second with torch
         ending = threading.Timer(_SECONDS_TO_EXIT, _end, [status if isinstance(status, int) else 1])
         ending.daemon = True

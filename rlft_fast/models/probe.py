@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-# Those of four tokens, repeated for the others. The outer logits are large enough that a soft-cap changes them.
+# Logits of four tokens, repeated for all others. The outer logits are large enough that a soft-cap changes them.
 _SAMPLE_LOGITS = (-40.0, -1.0, 0.5, 40.0)
 _LABELS = (3, 1, -100, 2)  # of different sample logits
 

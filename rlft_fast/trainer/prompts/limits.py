@@ -82,9 +82,9 @@ class Limits:
                 raise
             raise MemoryError(f"it takes more than {_MEMORY >> 30} GiB of memory") from error
         finally:
+            self._started = outer  # first: from here on, no timer raises an error
             if limits_memory:
                 resource.setrlimit(resource.RLIMIT_AS, self._outside)
-            self._started = outer
         self.seconds += time.thread_time() - started
         self.num_conversations += 1
         if self.seconds > _FREE_SECONDS + _MEAN_SECONDS * self.num_conversations:
