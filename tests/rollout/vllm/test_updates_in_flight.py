@@ -37,9 +37,16 @@ class Policies:
         self.engine, self.rollout = engine, rollout
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.model = AutoModelForCausalLM.from_pretrained(engine.path, dtype=torch.float64)
+        self.first = [parameter.detach().clone() for parameter in engine.model.parameters()]
 
     def update(self) -> None:
-        """Updates the policy. The next sync gives the generator its weights."""
+        """Updates the first policy in a new way. The next sync gives the generator its weights.
+
+        After dozens of updates in turn, logits are so large that float32 tells log-probabilities apart by 1e-3.
+        """
+        with torch.no_grad():
+            for parameter, first in zip(self.engine.model.parameters(), self.first, strict=True):
+                parameter.copy_(first)
         update(self.engine, len(self.weights))
         with self.engine.eval_mode():
             own = {name: tensor.clone() for name, tensor in self.engine.weight_stream(torch.float32).tensors()}
@@ -105,6 +112,7 @@ def changed(rank: int, model: Path, urls: tuple[str, ...]) -> None:
         while not (samples or asked.done()):  # all the time while the first answers are sampled, however long it takes
             policies.update()
             rollout.sync()
+            time.sleep(0.2)  # in which tokens are sampled, however busy the machine is
     asked.result()
     mixed = []
     for prompt, sample in samples:

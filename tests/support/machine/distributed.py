@@ -104,3 +104,5 @@ def _worker(rank: int, world_size: int, store: Path, function: Callable[..., Non
         from rlft_fast.world.process_group import leave_process_group  # here: tests of the ops have torch alone
 
         leave_process_group()
+        for child in multiprocessing.active_children():  # a failed test leaves its vLLM, and Python waits for it
+            child.kill()
