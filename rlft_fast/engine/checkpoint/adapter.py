@@ -24,7 +24,10 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
     "modules_to_save": ([], None), "trainable_token_indices": ([], {}, None), "target_parameters": ([], None),
     "lora_bias": (False, None), "megatron_config": (None,), "use_qalora": (False, None),
-    "layer_replication": ([], None),
+    "layer_replication": ([], None), "alora_invocation_tokens": (None,), "arrow_config": (None,),
+    "use_bdlora": (None,), "kasa_config": (None,), "monteclora_config": (None,),
+    # Others, such as PiSSA, take A and B out of the model's own weights, and the files do not have what is left.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }  # fmt: skip
 
 

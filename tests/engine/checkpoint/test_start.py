@@ -121,6 +121,28 @@ def test_an_adapter_that_does_not_fit_is_refused(tiny_model, tmp_path):
         find_start(tmp_path)
 
 
+def test_an_adapter_that_has_changed_its_model_is_refused(tiny_model, tmp_path):
+    """PiSSA takes B A out of the weights, so that the adapter beside the folder's own weights is another model."""
+    path, tokens = tiny_model("llama"), torch.arange(12)[None]
+    for kind in ("gaussian", "pissa", "olora"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        before, weight = model(tokens).logits, model.model.layers[0].self_attn.q_proj.weight.clone()
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=kind)
+        adapted = peft.get_peft_model(model, config)
+        torch.testing.assert_close(adapted(tokens).logits, before, rtol=0, atol=1e-4)
+        adapted.save_pretrained(tmp_path / kind, save_embedding_layers=False)
+        base = model.model.layers[0].self_attn.q_proj.base_layer.weight
+        assert torch.equal(base, weight) == (kind == "gaussian")
+    assert find_start(tmp_path / "gaussian") == tmp_path / "gaussian"
+    for kind in ("pissa", "olora"):
+        with pytest.raises(ValueError, match=f"has init_lora_weights: '{kind}', and only W x"):
+            find_start(tmp_path / kind)
+    config = tmp_path / "gaussian" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alora_invocation_tokens": [5, 6]}))
+    with pytest.raises(ValueError, match=r"has alora_invocation_tokens: \[5, 6\], and only W x"):
+        find_start(tmp_path / "gaussian")
+
+
 def test_an_export_and_the_checkpoint_of_another_shape(tiny_model, tmp_path):
     path = tiny_model("llama")
     source = trained(path)
