@@ -27,6 +27,8 @@ _EXCEPTIONS = {
     "moshi": "does not hand boundaries on to its attention",
     "phimoe": "does not tell its attention of its sliding window",
 }
+# Such windows are longer than the few tokens by which a loaded model is tried. Without them the model is packed.
+_SILENT_WINDOWS = ("qwen2_moe",)
 WITHOUT_CACHE = ("moshi", "qwen3_omni_moe_thinker", "rwkv", "zamba2")
 """Types whose forward of one token with their cache gives other logits than their forward of all tokens."""
 _REFUSED = {
@@ -120,6 +122,8 @@ def why_not_packed(model: PreTrainedModel) -> str:
         "does not take its attention from transformers' AttentionInterface": not model._supports_attention_backend,
         "builds masks of its own (it has no flash attention)": not (model._supports_flash_attn or attends_in_chunks),
         f"has layers of type {', '.join(sorted(types - _LAYER_TYPES))}": bool(types - _LAYER_TYPES),
+        "does not tell its attention of its sliding windows": "sliding_attention" in types
+        and config.model_type in _SILENT_WINDOWS,
         "has a vision tower": hasattr(model.config, "vision_config")
         and not (model.config.model_type in VISION_MODELS or attends_in_chunks),
         "lets tokens see later ones": causal != {True} or getattr(config, "is_causal", True) is False,

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PhimoeForCausalLM
+from transformers import AutoModelForCausalLM, PhimoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.engine.sharding import build
@@ -16,7 +16,7 @@ from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
 from tests.engine.models.every_architecture import small_model
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
-from tests.support.tiny_models import MODELS, save_tiny_model
+from tests.support.tiny_models import MODELS, VOCAB_SIZE, save_tiny_model
 
 AGGREGATIONS = ["token-mean", "sequence-mean"]
 LONGEST = int(random_batch().lengths.max())
@@ -58,6 +58,24 @@ def test_a_model_with_other_numbers_if_it_is_packed_runs_padded(head, tmp_path, 
     assert engine.model.deviation(torch.arange(3, 11)) < 1e-5
     with pytest.raises(ValueError, match="sequence_parallel=2 needs packed sequences, but PhimoeModel has other"):
         require_divisible_heads(engine.model.backbone, 2, engine.facts.padded_because)
+
+
+@pytest.mark.parametrize("has_window", [True, False])
+def test_windows_of_which_attention_does_not_learn_run_padded(has_window, tmp_path):
+    """The window is longer than the tokens on which a loaded model is tried, and the sequences are longer still."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.2,
+        "use_sliding_window": has_window, "sliding_window": 10, "max_window_layers": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes)).save_pretrained(tmp_path)
+    engine, batch = make_engine(tmp_path, num_training_steps=None), random_batch()
+    because = "does not tell its attention of its sliding windows"
+    assert engine.facts.padded_because == (because if has_window else "")
+    expected, _ = reference.plain_logprob_and_entropy(tmp_path, batch)
+    torch.testing.assert_close(engine.infer(batch, ("logprob",))["logprob"].double(), expected, rtol=0, atol=1e-5)
 
 
 def test_a_policy_with_other_numbers_than_its_model_is_refused(tiny_model, monkeypatch):
