@@ -57,7 +57,7 @@ class RemoteEngine:
 
     def score(self, batch: Batch) -> Tensor:
         """See `FSDPEngine.score`."""
-        asking = batch.asking_at_the_end()
+        asking = batch.asking_at_the_end(self.facts.padding_id)
         return self.infer(asking, ("score",))["score"][asking.loss_mask_T]
 
     def train_step(

@@ -342,16 +342,25 @@ class Batch:
         longest = int(cu_seqlens.diff().max()) if len(first) else 0
         return self.replace(**fields | {"cu_seqlens": cu_seqlens, "max_seqlen": longest, "episode_B": None})
 
-    def asking_at_the_end(self) -> "Batch":
+    def asking_at_the_end(self, padding_id: int | None = None) -> "Batch":
         """The same sequences with one position active in each: the last. For models that judge whole sequences.
 
         A position is active if the next token is of interest, so each sequence gets a dummy last token. The dummy never
         runs, because no other token depends on it.
+
+        Args:
+            padding_id: a token that is left out at the end of sequences, but for their first token; None: there is
+                none.
         """
-        last = self.input_ids_T[self.cu_seqlens[1:].long() - 1]
+        starts, lengths = self.cu_seqlens.numpy()[:-1], self.lengths
+        if padding_id is not None and len(lengths):
+            end_T = np.where(self.input_ids_T.numpy() == padding_id, 0, np.arange(1, self.num_tokens + 1))
+            lengths = (np.maximum.reduceat(end_T, starts) - starts).clip(1)
+        ids = cat_pieces(self.input_ids_T, starts, lengths)
+        last = ids[torch.from_numpy(cumulative(lengths)[1:] - 1)]
         each, one = np.arange(len(last)), np.ones(len(last), np.int64)
         is_sampled = torch.ones(len(last), dtype=torch.bool)
-        asking = Batch.from_columns(self.input_ids_T, self.lengths, each, last, one, is_sampled, {})
+        asking = Batch.from_columns(ids, lengths, each, last, one, is_sampled, {})
         return asking.replace(images=self.images, image_B=self.image_B)
 
     def unweighted(self) -> Self:

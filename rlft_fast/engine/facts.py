@@ -6,6 +6,7 @@ from torch import nn
 
 from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
 from rlft_fast.engine.state import EngineState
+from rlft_fast.models import padding_id
 
 
 class EngineFacts(NamedTuple):
@@ -20,6 +21,8 @@ class EngineFacts(NamedTuple):
     hidden_size: int
     num_embeddings: int
     """Tokens that have an embedding."""
+    padding_id: int | None
+    """See `rlft_fast.models.padding_id`."""
     num_ranks: int
     """Processes that share the model."""
     flops: ModelFlops
@@ -50,6 +53,7 @@ def facts_of(engine: EngineState) -> EngineFacts:
         padded_because=engine.model.padded_because,
         hidden_size=engine.model.backbone.config.get_text_config().hidden_size,
         num_embeddings=embedding.num_embeddings,
+        padding_id=padding_id(engine.path),
         num_ranks=engine.world.size,
         flops=model_flops(engine.model),
         peak_flops=peak_flops(engine.device) if engine.config.float8 is None else None,

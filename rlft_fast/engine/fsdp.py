@@ -152,6 +152,8 @@ class FSDPEngine(EngineState):
     def score(self, batch: Batch | Share) -> Tensor:
         """Rewards of whole sequences by a reward model: what it says at each sequence's last token.
 
+        As in transformers, it is the last token that is not `EngineFacts.padding_id`, which may also end texts.
+
         Args:
             batch: the whole batch, the same on every rank, on the CPU; or this rank's share. Its masks do not matter.
 
@@ -162,7 +164,7 @@ class FSDPEngine(EngineState):
             ValueError: the head is not "score", or a sequence does not fit under the token cap with one token more.
         """
         is_share = isinstance(batch, Share)
-        asking = (batch.batch if is_share else batch).asking_at_the_end()
+        asking = (batch.batch if is_share else batch).asking_at_the_end(self.facts.padding_id)
         scores_T = self.infer(Share(asking, batch.offsets) if is_share else asking, ("score",))["score"]
         return scores_T[asking.loss_mask_T]
 

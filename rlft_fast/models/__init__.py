@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         sinks_of_own_heads,
     )
     from rlft_fast.models.ends import Ends, end_token_ids, generation_defaults, split_stop
-    from rlft_fast.models.folders import hidden_size, image_family, load_tokenizer
+    from rlft_fast.models.folders import hidden_size, image_family, load_tokenizer, padding_id
     from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
     from rlft_fast.models.images import (
         ImageFamily,
@@ -139,6 +139,7 @@ __all__ = [
     "needs_more_than_boundaries",
     "packed_attention",
     "padded_attention",
+    "padding_id",
     "patch_lm_head",
     "prepare_chunks",
     "prepare_images",

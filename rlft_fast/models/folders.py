@@ -82,6 +82,15 @@ def hidden_size(path: str | Path) -> int:
     return getattr(read_config(path).get_text_config(), "hidden_size", 0)
 
 
+def padding_id(path: str | Path) -> int | None:
+    """The token of padding. Classifiers of transformers judge a text at its last other token. None: there is none.
+
+    Raises:
+        ValueError: the folder is missing or unreadable.
+    """
+    return getattr(read_config(path).get_text_config(), "pad_token_id", None)
+
+
 def image_family(path: str | Path) -> tuple[ImageFamily, PreTrainedConfig] | None:
     """The family and the configuration of the model in a folder; None: it takes no images.
 

@@ -99,6 +99,14 @@ def test_asking_at_the_end_is_at_the_last_token_of_each_sequence():
     assert asking.images_B == batch.images_B
 
 
+def test_asking_at_the_end_is_before_padding():
+    batch = Batch.from_samples([[9], [5, 9], [9, 9], [9, 5, 9, 9]], [[], [7], [], [9]])
+    asking = batch.asking_at_the_end(9)
+    assert [row[:-1] for row in token_rows(asking, "input_ids_T")] == [[9], [5, 9, 7], [9], [9, 5]]
+    assert asking.active_index_T.tolist() == [0, 4, 6, 9]
+    assert Batch.from_samples([], []).asking_at_the_end(9).num_sequences == 0
+
+
 def test_from_no_samples():
     batch = Batch.from_samples([], [], rollout_logprobs=[], rewards=[], groups=[])
     assert (batch.num_tokens, batch.num_sequences, batch.max_seqlen) == (0, 0, 0)

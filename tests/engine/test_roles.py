@@ -12,6 +12,7 @@ from rlft_fast.engine import FSDPEngine
 from tests.engine import reference
 from tests.engine.reference import make_engine, policy_loss, random_batch
 from tests.support.machine.distributed import run_distributed
+from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,16 @@ def make_scorer(folder, **config) -> FSDPEngine:
 def test_scores_are_those_of_transformers(reward_model):
     batch = random_batch(9)
     torch.testing.assert_close(make_scorer(reward_model).score(batch), plain_scores(reward_model, batch))
+
+
+def test_scores_where_the_end_of_a_text_is_padding_are_those_of_transformers(tmp_path):
+    """TRL trains the model of a tokenizer without a token for padding so."""
+    folder = save_tiny_model("llama-reward", tmp_path, pad_token_id=EOS_TOKEN_ID)
+    ids = [[5, 6, EOS_TOKEN_ID], [5, 6], [5, EOS_TOKEN_ID, 7, EOS_TOKEN_ID, EOS_TOKEN_ID], [EOS_TOKEN_ID] * 2]
+    batch = Batch.from_samples(ids, [[]] * len(ids))
+    scores, expected = make_scorer(folder).score(batch), plain_scores(folder, batch)
+    torch.testing.assert_close(scores, expected)
+    assert scores[0] == pytest.approx(scores[1].item())
 
 
 def check_scores_and_training(rank: int, folder, expected) -> None:

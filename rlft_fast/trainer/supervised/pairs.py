@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import PairDataConfig, RewardDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief
+from rlft_fast.models import padding_id
 from rlft_fast.trainer.prompts import LeftOut, Overlong, Row, RowSet, without_nulls
 from rlft_fast.trainer.supervised.reference import Reference
 from rlft_fast.trainer.supervised.rows import OverlongError, Reader, TaughtRows, Tokens, taught_rows
@@ -89,9 +90,10 @@ def load_pairs(
     Args:
         config: names the columns, and says how texts become tokens.
         tokenizer: of the model.
-        path: folder of the tokenizer, for messages.
+        path: folder of the model and its tokenizer.
         sets: the rows.
-        scored: a reward model scores each sequence at its last taught token. Otherwise all taught tokens are asked of.
+        scored: a reward model scores each sequence at its last taught token, or before it where that is padding.
+            Otherwise all taught tokens are asked of.
 
     Raises:
         ValueError: see `load_rows`; or the two of a pair are equal.
@@ -100,13 +102,20 @@ def load_pairs(
     found = reader.each(sets, lambda row: _read(reader, config, row))
     sequences = [tokens for pair in found for tokens in (pair.chosen, pair.rejected)]
     if scored:
-        sequences = [*map(_scored_at_the_end, sequences)]
+        padding = padding_id(path)
+        sequences = [_scored_at_the_end(tokens, padding) for tokens in sequences]
     return PairRows(taught_rows(sequences, reader), np.array([pair.margin for pair in found], np.float32))
 
 
-def _scored_at_the_end(tokens: Tokens) -> Tokens:
-    """A sequence up to its last taught token, with a token behind it, which is asked of and never runs."""
+def _scored_at_the_end(tokens: Tokens, padding: int | None) -> Tokens:
+    """A sequence up to its last taught token, with a token behind it, which is asked of and never runs.
+
+    Tokens of padding are left out at its end. Where the token that ends texts is padding, too, classifiers of
+    transformers score the token before it.
+    """
     end = tokens.taught.rindex(1) + 1
+    while end > 1 and tokens.ids[end - 1] == padding:
+        end -= 1
     return Tokens([*tokens.ids[:end], tokens.ids[end - 1]], alternating([end, 1]))
 
 

@@ -14,6 +14,7 @@ from rlft_fast.config import DPOConfig, RewardModelConfig, SFTConfig
 from rlft_fast.rl import PreferenceLoss
 from rlft_fast.trainer import RowsTrainer, train
 from rlft_fast.trainer.supervised.rows import chunks
+from tests.support.tiny_models import EOS_TOKEN_ID, PAD_TOKEN_ID, save_tiny_model
 from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, say, sft_values
 from tests.trainer.toy import comparable, read_lines, write_rows
 
@@ -92,8 +93,10 @@ def test_the_loss_of_a_pair_away_from_the_reference():
     assert margin == pytest.approx(0.1 * delta)
 
 
-def test_scores_are_those_of_plain_transformers(tiny_model, tmp_path):
-    model = tiny_model("llama-reward")
+@pytest.mark.parametrize("padding", [PAD_TOKEN_ID, EOS_TOKEN_ID])
+def test_scores_are_those_of_plain_transformers(padding, tmp_path):
+    """Where the end token is padding, too, transformers scores the token before it."""
+    model = save_tiny_model("llama-reward", tmp_path / "model", pad_token_id=padding)
     rows = [row | {"margin": 0.5 * (i % 2)} for i, row in enumerate(pairs(12))]
     data = str(write_rows(tmp_path / "margins.jsonl", rows))
     config = pair_config(RewardModelConfig, model, tmp_path / "run", batch_size=12, data__path=data)
