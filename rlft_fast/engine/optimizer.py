@@ -32,7 +32,7 @@ def build_optimizer(parameters: NamedParameters, config: OptimizerConfig, ends: 
     Args:
         parameters: with their names; frozen ones are left out.
         config: the optimizer's settings, and the settings of groups by pattern.
-        ends: the parameters of the embedding and the head, which Muon leaves to AdamW.
+        ends: the parameters of the embedding and the head, and others that Muon leaves to AdamW.
 
     Raises:
         ValueError: a pattern fits no parameter, or see `TorchOptimizer`.
@@ -49,6 +49,8 @@ def build_optimizer(parameters: NamedParameters, config: OptimizerConfig, ends: 
 def parameter_groups(parameters: NamedParameters, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Groups of a `torch.optim.Optimizer`, see `build_optimizer`. ``initial_lr`` is the peak of a learning rate."""
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    # The biases of all experts of a layer are rows of one tensor.
+    matrices = {id(parameter) for name, parameter in trained if parameter.dim() >= 2 and not name.endswith("bias")}
     found: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in (None, *config.groups)}
     for name, parameter in trained:
         found[next((pattern for pattern in config.groups if fnmatchcase(name, pattern)), None)].append(parameter)
@@ -62,8 +64,8 @@ def parameter_groups(parameters: NamedParameters, config: OptimizerConfig) -> li
         own = config.groups.get(pattern, {}) if pattern is not None else {}
         rate, decay = own.get("learning_rate", config.learning_rate), own.get("weight_decay", config.weight_decay)
         for params, weight_decay in (
-            ([p for p in members if p.dim() >= 2], decay),
-            ([p for p in members if p.dim() < 2], 0.0),
+            ([p for p in members if id(p) in matrices], decay),
+            ([p for p in members if id(p) not in matrices], 0.0),
         ):
             groups.append({"params": params, "lr": rate, "initial_lr": rate, "weight_decay": weight_decay})
     return [group for group in groups if group["params"]]

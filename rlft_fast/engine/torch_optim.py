@@ -33,7 +33,7 @@ class TorchOptimizer:
     Args:
         groups: parameter groups, with ``lr`` and ``weight_decay``.
         config: ``name`` and ``options``.
-        ends: the parameters of the embedding and the head.
+        ends: the parameters of the embedding and the head, and biases.
 
     Raises:
         ValueError: there is no such class, it does not take an option, or it cannot train the parameters.
@@ -188,11 +188,12 @@ def require_trainable(config: OptimizerConfig, like: Tensor | None = None, devic
 
 
 def end_parameters(model: nn.Module) -> list[Tensor]:
-    """The weights of embeddings, and of the head of a model that has one."""
+    """The weights of embeddings, and of the head of a model that has one; and biases, of experts in one tensor, too."""
     ends: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if isinstance(model, RLModel):
         ends.append(cast(Any, model.pretrained).score if isinstance(model, RewardModel) else model.head)
-    return [parameter for module in ends for parameter in module.parameters()]
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    return [*(parameter for module in ends for parameter in module.parameters()), *biases]
 
 
 def moment_bytes(model: nn.Module, config: OptimizerConfig, shape: Callable[[nn.Parameter], Sequence[int]]) -> int:

@@ -19,6 +19,7 @@ from rlft_fast.config import ConfigError, OptimizerConfig
 from rlft_fast.config.schema.supervised import SFTConfig
 from rlft_fast.engine import Schedule
 from rlft_fast.engine.optimizer import build_optimizer, named_parameters
+from rlft_fast.engine.torch_optim import end_parameters
 from tests.engine import reference
 
 
@@ -135,13 +136,21 @@ def test_only_matrices_decay():
     model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(3), "embedding": nn.Embedding(4, 3)})
     model["scale"] = nn.Module()
     model["scale"].value = nn.Parameter(torch.ones(()))
+    model["experts"] = nn.Module()  # of gpt-oss: their biases are one tensor
+    for name, shape in {"down_proj": (4, 3, 2), "down_proj_bias": (4, 2)}.items():
+        model["experts"].register_parameter(name, nn.Parameter(torch.ones(shape)))
     optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: decay[id(parameter)] for name, parameter in model.named_parameters()}
-    assert {name for name, value in by_name.items() if value == 0.1} == {"linear.weight", "embedding.weight"}
-    assert {name for name, value in by_name.items() if value == 0.0} == {
-        "linear.bias", "norm.weight", "norm.bias", "scale.value",
+    assert {name for name, value in by_name.items() if value == 0.1} == {
+        "linear.weight", "embedding.weight", "experts.down_proj",
     }  # fmt: skip
+    assert {name for name, value in by_name.items() if value == 0.0} == {
+        "linear.bias", "norm.weight", "norm.bias", "scale.value", "experts.down_proj_bias",
+    }  # fmt: skip
+    muon = build_optimizer(model.named_parameters(), OptimizerConfig(name="torch.optim.Muon"), end_parameters(model))
+    (taken,) = (optimizer for optimizer in muon._optimizers if isinstance(optimizer, torch.optim.Muon))
+    assert [id(p) for group in taken.param_groups for p in group["params"]] == [id(model["linear"].weight)]
 
 
 def test_options_reach_adamw_and_frozen_parameters_do_not():
