@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING
 from rlft_fast.errors import names_on_first_use
 
 if TYPE_CHECKING:
-    from rlft_fast.run.folder import claim, dotted, is_run, naming_start, require_same, require_usable, settings_of
+    from rlft_fast.run.folder import (
+        claim,
+        differences,
+        dotted,
+        is_run,
+        naming_start,
+        require_same,
+        require_usable,
+        settings_of,
+    )
     from rlft_fast.run.lock import is_in_use, require_unlocked
     from rlft_fast.run.phases import Phases
     from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
@@ -61,6 +70,7 @@ __all__ = [
     "Trainer",
     "by_first",
     "claim",
+    "differences",
     "dotted",
     "draw_timeline",
     "drawable",

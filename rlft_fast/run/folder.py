@@ -193,18 +193,26 @@ def require_same(output: Path, identity: Mapping[str, Any]) -> None:
         identity: of this run, which JSON can hold: its `fixed_settings` as ``settings``, and more that tells it from
             others, nested under names of its own.
     """
-    found = _identity(output)
-    found, settings = found if isinstance(found, Mapping) else {}, _settings_in(found)
-    own = OBJECTIVES[identity["settings"].get("objective", "rl")]
-    different = [*changed_settings(settings, identity["settings"], own)]
-    before, now = (dict(dotted({k: v for k, v in of.items() if k != "settings"})) for of in (found, identity))
-    different += [(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
-    if different:
+    if different := differences(_identity(output), identity):
         shown = "; ".join(f"{name} was {old!r} and is {new!r}" for name, old, new in different)
         raise ValueError(
             f"this run cannot continue the run in {output}, whose settings differ: {shown}. Use the same settings, "
             "name another output_dir, or continue anyway with --force"
         )
+
+
+def differences(before: Any, identity: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """What differs between the identities of two runs, as (dotted name, value before, value now).
+
+    Args:
+        before: identity of a run, as JSON has kept it; None: nothing is known of it. Names that it lacks do not differ.
+        identity: see `require_same`.
+    """
+    found, settings = before if isinstance(before, Mapping) else {}, _settings_in(before)
+    own = OBJECTIVES[identity["settings"].get("objective", "rl")]
+    different = [*changed_settings(settings, identity["settings"], own)]
+    was, now = (dict(dotted({k: v for k, v in of.items() if k != "settings"})) for of in (found, identity))
+    return different + [(name, was[name], now[name]) for name in now if name in was and was[name] != now[name]]
 
 
 def dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlft_fast.config import Config
 from rlft_fast.data import Batch, Images, Samples
@@ -108,7 +107,8 @@ class PPOTrainer:
             self.config, self.world, self.prompts, self.curriculum, self.judge, models, self.phases, self.player,
             needs_greedy=self.objective.needs_greedy,
         )  # fmt: skip
-        self.source = SampleSource(self.collector, self.replay)
+        self._identity = identity_of(self.config, self.prompts, self.held_out)
+        self.source = SampleSource(self.collector, self._identity, self.replay)
         self.learner = Learner(self.config, models, self.objective)
 
     def restart(self) -> None:
@@ -233,7 +233,7 @@ class PPOTrainer:
 
     def identity(self) -> dict[str, Any]:
         """See `Trainer`."""
-        return identity_of(self.config, self.prompts, self.held_out)
+        return self._identity
 
     def notes(self) -> Iterator[str]:
         """See `Trainer`."""
@@ -259,7 +259,7 @@ class PPOTrainer:
         self.objective.load_state(state)
         self.curriculum.load_state(state.get("curriculum", {}))
 
-    def ahead(self, *, waits: bool) -> dict[str, Tensor]:
+    def ahead(self, *, waits: bool) -> dict[str, Any]:
         """See `Trainer`: the samples of coming steps."""
         return self.source.ahead(waits=waits)
 

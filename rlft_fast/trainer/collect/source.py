@@ -1,22 +1,25 @@
 """The samples of each step: collected for it, or ahead of it while earlier steps train, or kept by another run."""
 
 import contextlib
+import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from rlft_fast.cluster import TotalUsage
 from rlft_fast.rollout import Rollout
-from rlft_fast.run import Phases, read_rollout
+from rlft_fast.run import Phases, differences, read_rollout
 from rlft_fast.trainer.collect.collector import Collected, Collector
 from rlft_fast.trainer.collect.overlap import Overlap
 from rlft_fast.trainer.collect.schedule import Schedule
 from rlft_fast.world import STOP, LeftEarlyError, World
 
 _AHEAD = "ahead."  # of the names of tensors in a checkpoint; then number of the group, ".", name
+_RUN = "run_of_samples_ahead"  # name of a value in a checkpoint: the identity of the run that made them, in JSON
 _MOST_GROUPS = 256  # collected at once; a thread each
 _GATHER_S = 0.01  # groups that begin together ask the generator together
 
@@ -29,19 +32,20 @@ class SampleSource:
 
     Args:
         collector: of the steps. Steps ahead have phases of their own.
+        identity: of the run, see `Trainer.identity`. Samples that a run of another identity has kept are dropped.
         replay: folder of a run with ``log_samples``, whose samples each step gets; None: they are collected.
 
     Attributes:
         num_updates: of the weights of now.
     """
 
-    def __init__(self, collector: Collector, replay: Path | None = None) -> None:
-        self.collector, self.replay = collector, replay
+    def __init__(self, collector: Collector, identity: Mapping[str, Any], replay: Path | None = None) -> None:
+        self.collector, self.identity, self.replay = collector, identity, replay
         self.config, self.world, self.phases = collector.config, collector.world, collector.phases
         self.curriculum, self.rollout = collector.curriculum, collector.models.rollout
         self.num_updates = 0
         self._overlap: Overlap[Collected] | None = None
-        self._kept: dict[str, Tensor] = {}  # samples of a checkpoint, before a step takes them
+        self._kept: dict[str, Any] = {}  # samples of a checkpoint, and their run, before a step takes them
 
     def start(self, step: int) -> None:
         """Gives the generator the weights, as those of this step."""
@@ -97,22 +101,23 @@ class SampleSource:
         finally:
             rollout.restarts = False
 
-    def ahead(self, *, waits: bool) -> dict[str, Tensor]:
-        """See `Trainer.ahead`: the samples of coming steps."""
+    def ahead(self, *, waits: bool) -> dict[str, Any]:
+        """See `Trainer.ahead`: the samples of coming steps, and which run has made them."""
         if self._overlap is None:
             return self._kept
         ready = self._overlap.ready(waits=waits and not self._is_in_flight)
-        return {
+        samples = {
             f"{_AHEAD}{group}.{name}": x
             for group, collected in ready.items()
             for name, x in collected.tensors().items()
         }
+        return {_RUN: json.dumps(self.identity), **samples}
 
-    def load_ahead(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_ahead(self, values: Mapping[str, Any]) -> None:
         """See `Trainer.load_ahead`."""
         self.close()
         self._overlap = None
-        self._kept = {name: tensor for name, tensor in tensors.items() if name.startswith(_AHEAD)}
+        self._kept = {name: x for name, x in values.items() if name.startswith(_AHEAD) or name == _RUN}
 
     def close(self) -> None:
         """Collects no further step."""
@@ -172,9 +177,11 @@ class SampleSource:
             collected = beside.collect_group(step, place) if self._is_in_flight else beside.collect(step, None)
             return collected._replace(seconds=beside.phases.seconds)
 
+        is_same = not differences(json.loads(self._kept.pop(_RUN, "null")), self.identity)
+
         def known(group: int, tensors: dict[str, Tensor]) -> Collected | None:
             step, place = divmod(group, num_groups)
-            if not first_step <= step <= last_step:
+            if not (is_same and first_step <= step <= last_step):
                 return None
             return self.collector.of_tensors(step, tensors, place if self._is_in_flight else None)
 
@@ -184,8 +191,7 @@ class SampleSource:
         if len(ready) < len(found):
             warnings.warn(
                 f"{len(found) - len(ready)} of the checkpoint's {len(found)} groups of samples of coming steps do not "
-                "fit the run, whose data, rollout.update, prompts_per_step or max_staleness has changed: their prompts "
-                "are sampled again",
+                "fit the run, whose data, models or settings have changed: their prompts are sampled again",
                 stacklevel=2,
             )
         schedule = Schedule(

@@ -24,7 +24,7 @@ from rlft_fast.trainer.collect.schedule import Schedule
 from rlft_fast.trainer.prompts import load_training
 from tests.support.runs.copied_generator import copied_rollout
 from tests.trainer.struck import FEWER_OPTIONS, assert_same_result, write_config
-from tests.trainer.toy import comparable, read_lines, toy_config, toy_values
+from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values
 
 APART = {"rollout__backend": "vllm", "rollout__vllm": {"process": "separate"}}
 
@@ -277,6 +277,35 @@ def test_samples_that_were_grouped_otherwise_are_sampled_again(before, after, ov
     asked, expected = draws(run, 2)
     assert asked == expected
     assert {row["step"] - row["weight_version"] for row in read_lines(run / "samples.jsonl")} <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("update", ["drain", "in-flight"])
+def test_samples_of_other_rewards_are_sampled_again(update, overlapped, copied, tiny_model, tmp_path):
+    """With --force a run goes on with other rewards, and a baseline of greedy answers, which old samples lack."""
+
+    def stopping(number: int) -> float:
+        if number == {"drain": 3, "in-flight": 1}[update]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 0.0
+
+    changes = {**APART, "steps": 6, "rollout__update": update}
+    with pytest.raises(KeyboardInterrupt):
+        overlapped("run", 2, stopping, **changes)
+    copied()
+    rewards = {f"{HERE}:mostly_even": 1.0, f"{HERE}:even_share": 2.0}
+    config = toy_config(
+        tiny_model("shallow"), tmp_path / "run", rollout__max_staleness=2, reward__function=rewards,
+        algorithm__advantage="remax", **changes,
+    )  # fmt: skip
+    run = tmp_path / "run/run"
+    done = len(read_lines(run / "metrics.jsonl"))
+    assert 0 < done < 5
+    with pytest.warns(UserWarning, match=r"groups of samples .* whose data, models or settings have changed"):
+        train(config, resume=True, force=True)
+    rows = read_lines(run / "samples.jsonl")
+    assert [len(row["parts"]) for row in rows] == [2 if row["step"] > done else 1 for row in rows]
+    for row in (row for row in rows if row["step"] > done):
+        assert row["reward"] == pytest.approx(sum(rewards[name] * part for name, part in row["parts"].items()))
 
 
 def failing(*numbers: int):
