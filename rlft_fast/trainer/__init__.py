@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rlft_fast.trainer.dtypes import settle_compute_dtype
     from rlft_fast.trainer.evaluation import evaluate
     from rlft_fast.trainer.launch import train
+    from rlft_fast.trainer.models import without_generator
     from rlft_fast.trainer.ppo import PPOTrainer
     from rlft_fast.trainer.preflight import check_folder, check_inputs
     from rlft_fast.trainer.prompts import Prompts, load_prompts
@@ -51,6 +52,7 @@ __all__ = [
     "settle_compute_dtype",
     "show_data",
     "train",
+    "without_generator",
 ]
 
 __getattr__ = names_on_first_use(__name__)

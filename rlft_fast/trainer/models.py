@@ -38,6 +38,7 @@ from rlft_fast.config import (
     RunConfig,
     SFTConfig,
     TaughtConfig,
+    VLLMConfig,
     run_roles,
     server_urls,
 )
@@ -165,6 +166,24 @@ def build_taught(config: TaughtConfig, world: World) -> Models:
         export=lambda folder: export_hf(engines["actor"], folder, overwrite=True), close=lambda: None,
         num_devices=world.size,
     )  # fmt: skip
+
+
+def without_generator(config: Config) -> Config:
+    """The configuration of a replay's models, which is valid: the policy samples, for evaluations alone.
+
+    Raises:
+        ValueError: the run has evaluated completions that obey a structure, which vLLM alone forces them to.
+    """
+    if config.rollout.structured and config.evaluation is not None:
+        raise ValueError(
+            "a replay evaluates with transformers, whose completions do not obey rollout.structured: leave out the "
+            "evaluation section"
+        )
+    by_policy = {
+        "backend": "hf", "servers": (), "dtype": "auto", "structured": {}, "vllm": VLLMConfig(), "max_staleness": 0,
+        "update": "drain",
+    }  # fmt: skip
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=by_policy)})
 
 
 def _checkpoints(config: RunConfig, world: World) -> Callable[[Path], CheckpointManager]:

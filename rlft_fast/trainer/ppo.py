@@ -45,7 +45,7 @@ from rlft_fast.trainer.inputs import (
     make_objective,
 )
 from rlft_fast.trainer.learn import Learner, asked_of_teacher, check_embeddings, with_teacher
-from rlft_fast.trainer.models import build_models, check_finite, notes_on
+from rlft_fast.trainer.models import build_models, check_finite, notes_on, without_generator
 from rlft_fast.trainer.prompts import ImageError, Prompts, overlong_notes
 from rlft_fast.world import World, init_distributed
 
@@ -98,7 +98,7 @@ class PPOTrainer:
     def _load_models(self) -> None:
         algorithm = self.config.algorithm
         num_training_steps = self.config.steps * algorithm.epochs * algorithm.mini_batches
-        built = self.config if self.replay is None else _without_generator(self.config)
+        built = self.config if self.replay is None else without_generator(self.config)
         self.models = models = build_models(built, self.tokenizer, self.world, num_training_steps)
         self.actor, self.critic = models.actor, models.engines.get("critic")
         self.rollout = models.rollout
@@ -273,21 +273,6 @@ class PPOTrainer:
             stack.callback(self.source.join)
             for part in filter(None, (self.models, self.evaluation_judge, self.judge, self.player, self.source)):
                 stack.callback(part.close)
-
-
-def _without_generator(config: Config) -> Config:
-    """The configuration of a replay's models: the policy samples for evaluations alone.
-
-    Raises:
-        ValueError: the run has evaluated completions that obey a structure, which vLLM alone forces them to.
-    """
-    if config.rollout.structured and config.evaluation is not None:
-        raise ValueError(
-            "a replay evaluates with transformers, whose completions do not obey rollout.structured: leave out the "
-            "evaluation section"
-        )
-    by_policy = {"backend": "hf", "servers": (), "dtype": "auto"}
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=by_policy)})
 
 
 def _seed(config: Config, step: int) -> int:

@@ -178,6 +178,25 @@ def test_a_token_cap_that_does_not_fit_is_refused_before_the_run(too_large, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_replay_needs_no_memory_of_the_generator(tiny_model, tmp_path, capsys):
+    """The policy takes the place of vLLM, with its own cache, if the replay evaluates. Otherwise nothing is sampled."""
+    vllm = {"backend": "vllm", "vllm": {"cpu_cache_gib": 1e6}, "batch_size": 10**9}
+    values = toy_values(tiny_model("llama"), tmp_path)
+    values["rollout"] |= vllm
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    start = ["train", str(tmp_path / "config.yaml"), "--dry-run"]
+    assert main(start) == 1
+    vllm_gib = float(capsys.readouterr().err.split("needs ")[1].split(" GiB")[0])
+    assert vllm_gib > 1e6
+    replay = [*start, "--replay", str(tmp_path)]
+    assert main(replay) == 0
+    assert "memory: a rough estimate fits easily" in capsys.readouterr().out
+    assert main([*replay, "--evaluation.path", values["data"]["path"]]) == 1
+    error = capsys.readouterr().err
+    assert "the phase 'generate' needs " in error
+    assert float(error.split("needs ")[1].split(" GiB")[0]) < vllm_gib
+
+
 def test_what_memory_decides_is_said_and_recorded(tiny_model, tmp_path, capsys, monkeypatch):
     values = toy_values(tiny_model("llama"), tmp_path, actor__max_tokens=4096, actor__workspace_mib=1)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))

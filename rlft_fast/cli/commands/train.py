@@ -10,7 +10,7 @@ from typing import Any
 
 from rlft_fast.cli.keys import key_reference, split_overrides
 from rlft_fast.cli.parser import Parser, path
-from rlft_fast.config import OBJECTIVES, ConfigError, RunConfig, load_config
+from rlft_fast.config import OBJECTIVES, Config, ConfigError, RunConfig, load_config
 from rlft_fast.errors import Checks, printable
 
 
@@ -33,7 +33,7 @@ def run(arguments: list[str], objective: str | None = None) -> int:
     if options.ray and config.cluster is None:
         config = load_config(options.config, {"cluster": "{}"} | overrides, objective)
     if options.fit:
-        config = _fitted(config)
+        config = _fitted(config, options.replay)
     checks, output = Checks(), Path(config.output_dir)
     is_writable = checks.passes(lambda: require_writable(output))
     from rlft_fast.engine.memory import changed
@@ -47,7 +47,7 @@ def run(arguments: list[str], objective: str | None = None) -> int:
     if is_free:
         folder = check_folder(config, checks, options.config, resume=options.resume)
     if is_free or not is_writable:  # a run in the same folder occupies memory
-        found = checks.run(lambda: _check_memory(here, refuse=options.memory_check))
+        found = checks.run(lambda: _check_memory(_planned(here, options.replay), refuse=options.memory_check))
         values, memory = found or ({}, None)
         config, here = changed(config, values), changed(here, values)
     if options.dry_run or checks.found:
@@ -84,8 +84,29 @@ def require_writable(output_dir: Path) -> None:
         raise ValueError(f"output_dir {output_dir} cannot be written: {reason}: name another folder")
 
 
-def _fitted(config: RunConfig) -> RunConfig:
+def _planned(config: RunConfig, replay: Path | None) -> RunConfig:
+    """The configuration whose memory a run takes: a replay has no generator of the configuration's.
+
+    Raises:
+        ValueError: the policy cannot evaluate in the generator's place.
+    """
+    from rlft_fast.trainer import without_generator
+
+    if replay is None or not isinstance(config, Config) or config.cluster is not None:  # which `train` refuses
+        return config
+    config = without_generator(config)
+    if config.evaluation is None:  # nothing is sampled: nothing here has the memory of a generator elsewhere
+        elsewhere = {"backend": "vllm", "servers": ("http://elsewhere",), "temperature": 1.0}
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update=elsewhere)})
+    return config
+
+
+def _fitted(config: RunConfig, replay: Path | None) -> RunConfig:
     """The configuration with the fastest settings with which the run fits into the GPUs, which are printed.
+
+    Args:
+        config: of the run.
+        replay: see `train`.
 
     Raises:
         ValueError: there is no GPU, or nothing fits.
@@ -97,7 +118,7 @@ def _fitted(config: RunConfig) -> RunConfig:
         raise ValueError("--fit chooses settings for the memory of GPUs, and there is no GPU here: leave --fit out")
     if config.cluster is not None and config.cluster.address is not None:
         raise ValueError("--fit reads the memory of this machine's GPUs, not of a cluster's: leave --fit out")
-    changes = fitting_changes(config, world_size, memory_bytes, device_type, host_bytes)
+    changes = fitting_changes(_planned(config, replay), world_size, memory_bytes, device_type, host_bytes)
     if os.environ.get("RANK", "0") == "0":
         print("".join(f"--fit: {key}: {value}\n" for key, value in changes.items()) or "--fit: it fits as it is")
     return changed(config, changes)
