@@ -41,7 +41,7 @@ def start_checksum(path: str | Path) -> str:
     folder = find_start(path)
     if (folder / FILE_NAME).is_file():
         return f"{folder.name} {zlib.crc32((folder / FILE_NAME).read_bytes()):08x}"
-    return model_checksum(folder)
+    return model_checksum(folder, CONFIG) if is_adapter(folder) else model_checksum(folder)
 
 
 def load_start(engine: FSDPEngine, name: str, path: str | Path) -> None:

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlft_fast.cli import main
+from rlft_fast.engine import export_run
 from rlft_fast.trainer import RowsTrainer, train
 from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, sft_config, sft_values, texts
 from tests.trainer.toy import comparable, read_lines, write_rows
@@ -108,6 +109,27 @@ def test_a_run_starts_from_the_weights_of_another(start, tiny_model, tmp_path):
             )
         with pytest.raises(ValueError, match=r"actor\.init_from .* lies in output_dir"):
             train(sft_config(tiny_model("shallow"), tmp_path, actor__init_from=str(tmp_path / start)))
+
+
+def test_a_run_starts_from_an_adapter(tiny_model, tmp_path):
+    """Of the two files of PEFT. The run that goes on has to have the same adapter."""
+    lora = {"actor__lora": {"rank": 2}}
+    train(sft_config(tiny_model("shallow"), tmp_path, steps=2, **lora))
+    adapter = export_run(tmp_path / "run", adapter=True)
+    assert {path.suffix for path in adapter.iterdir() if path.name != ".export.json"} == {".json", ".safetensors"}
+    start = lora | {"actor__init_from": str(adapter)}
+    train(sft_config(tiny_model("shallow"), tmp_path / "next", steps=1, **start))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf", dtype=torch.float64)
+    config = sft_config(tiny_model("shallow"), tmp_path / "next", steps=2, **start)
+    rows = [texts(20)[i] for i in RowsTrainer(config)._rows(0, 6)]
+    losses, sizes = zip(*(plain_loss(model, **row) for row in rows), strict=True)
+    first = read_lines(tmp_path / "next/run/metrics.jsonl")[0]
+    assert first["train_loss"] == pytest.approx((sum(losses) / sum(sizes)).item(), rel=1e-5)
+    train(config, resume=True)
+    other = {name: x + 1 for name, x in load_file(adapter / "adapter_model.safetensors").items()}
+    save_file(other, adapter / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"checksum\.actor\.init_from was"):
+        train(sft_config(tiny_model("shallow"), tmp_path / "next", steps=3, **start), resume=True)
 
 
 def test_commands(tiny_model, tmp_path, capsys):
