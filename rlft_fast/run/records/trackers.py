@@ -349,9 +349,16 @@ def _is_installed(name: str) -> bool:
 
 
 def _table(texts: Texts) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of samples. All cells are texts, since a reward may be missing, and parts are nested."""
-    columns = list(texts[0]) if texts else []
-    return columns, [[x if isinstance(x := text[name], str) else json.dumps(x) for name in columns] for text in texts]
+    """Columns and rows of samples. All cells are texts, since a reward may be missing, and parts are nested.
+
+    A sample may lack a column: only rows with images have this one.
+    """
+    columns = list(dict.fromkeys(name for text in texts for name in text))
+    return columns, [[_cell(text.get(name, "")) for name in columns] for text in texts]
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _as_code(values: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlft_fast.run.records.trackers import TrackedRun, Tracker
+from rlft_fast.run.records.trackers import TrackedRun, Tracker, _table
 from rlft_fast.trainer import train
 from tests.run.counting import count
 from tests.trainer.toy import WORDS, read_lines, toy_config, write_rows
@@ -134,6 +134,14 @@ def test_a_tracker_has_texts_where_they_are_asked_for(name, num_texts, tiny_mode
     prompts = [sample["prompt"] for sample in read_lines(run / "samples.jsonl")]
     found = [prompt.encode() in content for prompt in prompts]
     assert found == [prompt in prompts[:num_texts] for prompt in prompts]
+
+
+def test_samples_with_and_without_images_make_one_table():
+    """A sample without the column ended the tracker with a KeyError."""
+    samples = [{"prompt": "p", "reward": 1.0}, {"prompt": "q", "reward": None, "images": ["a.png"]}]
+    columns, rows = ["prompt", "reward", "images"], [["p", "1.0", ""], ["q", "null", '["a.png"]']]
+    assert _table(samples) == (columns, rows)
+    assert _table(samples[::-1]) == (columns, rows[::-1])
 
 
 def content_of(path: Path) -> bytes:
