@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from rlft_fast.trainer.dtypes import settle_compute_dtype
     from rlft_fast.trainer.evaluation import evaluate
-    from rlft_fast.trainer.launch import train
+    from rlft_fast.trainer.launch import require_replay, train
     from rlft_fast.trainer.models import without_generator
     from rlft_fast.trainer.ppo import PPOTrainer
     from rlft_fast.trainer.preflight import check_folder, check_inputs
@@ -47,6 +47,7 @@ __all__ = [
     "plot_runs",
     "read_metrics",
     "read_tokens",
+    "require_replay",
     "require_unlocked",
     "require_usable",
     "settle_compute_dtype",

@@ -16,6 +16,7 @@ from rlft_fast.cli.keys import FLAGS, key_reference, split_overrides
 from rlft_fast.config import Config, ConfigError, sections
 from rlft_fast.engine.memory import changed, plan_memory
 from rlft_fast.engine.sharding import host_memory
+from rlft_fast.run.records import write_rollout
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import HERE, even_share, toy_values, write_rows
 
@@ -188,7 +189,12 @@ def test_a_replay_needs_no_memory_of_the_generator(tiny_model, tmp_path, capsys)
     assert main(start) == 1
     vllm_gib = float(capsys.readouterr().err.split("needs ")[1].split(" GiB")[0])
     assert vllm_gib > 1e6
-    replay = [*start, "--replay", str(tmp_path)]
+    replay = [*start, "--replay", str(tmp_path / "kept")]
+    assert main(replay) == 1
+    assert f"{tmp_path / 'kept'} has no samples of step 1 of 3" in capsys.readouterr().err
+    (tmp_path / "kept").mkdir()
+    for step in range(1, 4):
+        write_rollout(tmp_path / "kept", step, {})
     assert main(replay) == 0
     assert "memory: a rough estimate fits easily" in capsys.readouterr().out
     assert main([*replay, "--evaluation.path", values["data"]["path"]]) == 1

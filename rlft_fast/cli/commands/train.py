@@ -37,10 +37,19 @@ def run(arguments: list[str], objective: str | None = None) -> int:
     checks, output = Checks(), Path(config.output_dir)
     is_writable = checks.passes(lambda: require_writable(output))
     from rlft_fast.engine.memory import changed
-    from rlft_fast.trainer import check_folder, check_inputs, require_unlocked, settle_compute_dtype, train
+    from rlft_fast.trainer import (
+        check_folder,
+        check_inputs,
+        require_replay,
+        require_unlocked,
+        settle_compute_dtype,
+        train,
+    )
     from rlft_fast.world import World, leaving_process_group
 
     is_free = is_writable and checks.passes(lambda: require_unlocked(output))
+    if options.replay is not None:
+        checks.run(lambda: require_replay(config, options.replay))
     folder = memory = None
     # `train` asks the other ranks, too
     here = settle_compute_dtype(config, World.current(), resume=bool(options.resume))
