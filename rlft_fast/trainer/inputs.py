@@ -281,6 +281,7 @@ def identity_of(config: Config, prompts: Prompts, held_out: dict[str, Prompts]) 
 
 
 def model_checksums(config: RunConfig) -> dict[str, str | None]:
-    """What tells the weights that a run starts from from others, by key."""
+    """What tells the weights that a run starts from from others, by key; None where there are none."""
     models = {key: None if path is None else model_checksum(path) for key, path in config.model_folders.items()}
-    return models | {key: start_checksum(path) for key, path in config.start_folders.items()}
+    starts = {f"{name}.init_from": role.config.init_from for name, role in config.roles.items() if role.trains}
+    return models | {key: None if path is None else start_checksum(path) for key, path in starts.items()}

@@ -23,10 +23,10 @@ _MAY_CHANGE = {
     "rollout": "backend dtype servers max_prompt_tokens batch_size",
     "rollout.vllm": "process transfer tensor_parallel gpu_memory_utilization cpu_cache_gib adapter check_weights "
     "engine_options",
-    "actor": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch",
+    "actor": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch init_from",
     "actor.optimizer": "cpu_offload",
     "critic.optimizer": "cpu_offload",
-    "critic": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch model",
+    "critic": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch init_from model",
     "reference": _OF_MODELS,
     "environment": "timeout_s",
     "reward.server": "url timeout_s retries",

@@ -215,7 +215,7 @@ class EngineConfig(ModelConfig):
 
     It is transformers' load_balancing_loss_func over all tokens of an optimizer step that run. Without routing replay,
     the batch runs once more without gradients."""
-    init_from: LocalPath | None = None
+    init_from: MayChange[LocalPath | None] = None
     """Weights to start from in place of the model folder's: a run, a checkpoint in it, an export, or PEFT's adapter.
 
     Weights alone are read: the optimizer and its schedule are new. A run means its newest checkpoint. The reference of

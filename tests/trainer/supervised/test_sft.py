@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlft_fast.cli import main
+from rlft_fast.config import load_config
 from rlft_fast.engine import export_run
 from rlft_fast.trainer import RowsTrainer, train
 from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, sft_config, sft_values, texts
@@ -111,25 +112,28 @@ def test_a_run_starts_from_the_weights_of_another(start, tiny_model, tmp_path):
             train(sft_config(tiny_model("shallow"), tmp_path, actor__init_from=str(tmp_path / start)))
 
 
-def test_a_run_starts_from_an_adapter(tiny_model, tmp_path):
-    """Of the two files of PEFT. The run that goes on has to have the same adapter."""
+def test_a_run_starts_from_an_adapter(tiny_model, tmp_path, monkeypatch):
+    """Of the two files of PEFT. The run that goes on has to have the same adapter, wherever the adapter is."""
     lora = {"actor__lora": {"rank": 2}}
     train(sft_config(tiny_model("shallow"), tmp_path, steps=2, **lora))
     adapter = export_run(tmp_path / "run", adapter=True)
     assert {path.suffix for path in adapter.iterdir() if path.name != ".export.json"} == {".json", ".safetensors"}
-    start = lora | {"actor__init_from": str(adapter)}
-    train(sft_config(tiny_model("shallow"), tmp_path / "next", steps=1, **start))
+    monkeypatch.chdir(tmp_path)
+    config = sft_config(tiny_model("shallow"), tmp_path / "next", steps=1, actor__init_from="run/adapter", **lora)
+    train(config)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf", dtype=torch.float64)
-    config = sft_config(tiny_model("shallow"), tmp_path / "next", steps=2, **start)
     rows = [texts(20)[i] for i in RowsTrainer(config)._rows(0, 6)]
     losses, sizes = zip(*(plain_loss(model, **row) for row in rows), strict=True)
     first = read_lines(tmp_path / "next/run/metrics.jsonl")[0]
     assert first["train_loss"] == pytest.approx((sum(losses) / sum(sizes)).item(), rel=1e-5)
-    train(config, resume=True)
+    written = load_config(tmp_path / "next/run/config.yaml", {"steps": "2"})  # with absolute paths
+    train(written, resume=True)
+    with pytest.raises(ValueError, match=r"checksum\.actor\.init_from was '\w{8}' and is None"):
+        train(sft_config(tiny_model("shallow"), tmp_path / "next", steps=3, **lora), resume=True)
     other = {name: x + 1 for name, x in load_file(adapter / "adapter_model.safetensors").items()}
     save_file(other, adapter / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"checksum\.actor\.init_from was"):
-        train(sft_config(tiny_model("shallow"), tmp_path / "next", steps=3, **start), resume=True)
+    with pytest.raises(ValueError, match=r"checksum\.actor\.init_from was '\w{8}' and is '"):
+        train(written.model_copy(update={"steps": 3}), resume=True)
 
 
 def test_commands(tiny_model, tmp_path, capsys):
