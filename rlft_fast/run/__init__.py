@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         require_usable,
         settings_of,
     )
-    from rlft_fast.run.lock import is_in_use, require_unlocked
+    from rlft_fast.run.lock import is_in_use, require_unlocked, running_since
     from rlft_fast.run.phases import Phases
     from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
     from rlft_fast.run.records import (
@@ -89,6 +89,7 @@ __all__ = [
     "require_trackers",
     "require_unlocked",
     "require_usable",
+    "running_since",
     "settings_of",
     "token_columns",
 ]

@@ -60,6 +60,13 @@ def is_in_use(directory: Path) -> bool:
     return False
 
 
+def running_since(directory: Path) -> float | None:
+    """When the process that holds the folder's lock took it, in seconds since the epoch; None if no process does."""
+    with contextlib.suppress(FileNotFoundError):
+        return (directory / NAME).stat().st_mtime if is_in_use(directory) else None
+    return None
+
+
 def _lock(file: IO[str], kind: int, directory: Path) -> None:
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB)

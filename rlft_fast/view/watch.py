@@ -13,12 +13,13 @@ from rich.text import Text
 
 from rlft_fast.config import ConfigError, load_config
 from rlft_fast.errors import brief, printable
-from rlft_fast.run import PANELS, is_in_use, read_metrics
+from rlft_fast.run import PANELS, is_in_use, read_metrics, running_since
 from rlft_fast.view.contents import newest_samples
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # characters of a curve
 _SAMPLE_BYTES, _SAMPLE_CHARACTERS = 2**16, 400
+_TIMED_STEPS = 10  # of which the mean tells when the run ends
 
 
 def watch_run(run: Path, every_s: float, console: Console | None = None) -> None:
@@ -64,17 +65,31 @@ def _has_a_step(run: Path) -> bool:
 
 
 def _headline(run: Path, rows: list[dict[str, Any]]) -> str:
-    step, state = rows[-1]["step"], "runs" if is_in_use(run) else "has ended" if _ended(run) else "does not run"
+    step, since = rows[-1]["step"], running_since(run)
+    state = "runs" if since is not None else "has ended" if _ended(run) else "does not run"
     try:
         most = load_config(run / "config.yaml").steps
     except ConfigError:
         return printable(f"{run} {state}: step {step}")
     line = f"{run} {state}: step {step} of {most}"
-    times = [row["time"] for row in rows[-11:] if row.get("time") is not None]
-    if state == "runs" and len(times) > 1 and times[-1] > times[0]:
-        seconds = (times[-1] - times[0]) / (len(times) - 1)
+    if since is not None and (seconds := seconds_per_step(rows, since)) is not None:
         line += f", {seconds:.3g} s per step, {_duration(seconds * (most - step))} left"
     return printable(line)
+
+
+def seconds_per_step(rows: list[dict[str, Any]], since: float) -> float | None:
+    """Mean of the newest steps, with the evaluations and checkpoints between them; None before the second step.
+
+    Args:
+        rows: of `read_metrics`. A step has a row, and an evaluation after it one more.
+        since: when the run was started, in seconds since the epoch. Rows of an earlier start do not count.
+    """
+    times = {row["step"]: row["time"] for row in rows if row.get("time") is not None and row["time"] >= since}
+    newest = [*times.items()][-_TIMED_STEPS - 1 :]
+    if len(newest) < 2:
+        return None
+    (first, begun), (last, ended) = newest[0], newest[-1]
+    return (ended - begun) / (last - first) if ended > begun and last > first else None
 
 
 def _ended(run: Path) -> bool:
@@ -112,9 +127,9 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def _times(rows: list[dict[str, Any]]) -> Text:
-    """The parts of the last step, longest first."""
-    last = rows[-1]
-    parts = {name.removeprefix("seconds_"): x for name, x in last.items() if name.startswith("seconds_") and x}
+    """The parts of the last step, longest first. The row of an evaluation has none."""
+    found = ({name: x for name, x in row.items() if name.startswith("seconds_") and x} for row in reversed(rows))
+    parts = {name.removeprefix("seconds_"): x for name, x in next(filter(None, found), {}).items()}
     ordered = sorted(parts.items(), key=lambda part: -part[1])[:8]
     return Text(printable("  ".join(f"{name} {seconds:.3g} s" for name, seconds in ordered)), style="dim")
 

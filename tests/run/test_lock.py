@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlft_fast.cli import main
-from rlft_fast.run.lock import NAME, locked, require_unlocked
+from rlft_fast.run.lock import NAME, locked, require_unlocked, running_since
 from tests.run.counting import count, counting_config
 from tests.support.machine.distributed import run_distributed
 from tests.trainer.struck import FEWER_OPTIONS, write_config
@@ -72,6 +72,15 @@ def test_whatever_the_file_says_is_refused_in_one_line(holder, tmp_path):
         with pytest.raises(ValueError, match="is in use by") as caught:
             require_unlocked(tmp_path / "run")
         assert str(caught.value).isprintable()
+
+
+def test_when_the_lock_was_taken(holder, tmp_path):
+    os.utime(tmp_path / "run" / NAME, (5e8, 1e9))
+    assert running_since(tmp_path / "run") == 1e9
+    holder.kill()
+    holder.wait()
+    assert (tmp_path / "run" / NAME).exists()
+    assert running_since(tmp_path / "run") is running_since(tmp_path) is None
 
 
 def add_one(folder: Path, times: int) -> None:

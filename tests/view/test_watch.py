@@ -9,12 +9,14 @@ import sys
 import time
 
 import pytest
+import yaml
 from rich.console import Console
 
 from rlft_fast.cli import main
-from rlft_fast.run.lock import locked
-from rlft_fast.view.watch import sparkline, watch_run
-from tests.support.runs.run_folders import HOSTILE, sample, write_run
+from rlft_fast.run.lock import NAME, locked
+from rlft_fast.view.watch import seconds_per_step, sparkline, watch_run
+from tests.support.runs.configs import MINIMAL
+from tests.support.runs.run_folders import HOSTILE, sample, write_lines, write_run
 
 
 def test_a_curve_is_the_means_of_neighbours():
@@ -24,11 +26,30 @@ def test_a_curve_is_the_means_of_neighbours():
     assert sparkline([*range(16)], 8) == "▁▂▃▄▅▆▇█"
 
 
+def test_seconds_of_a_step_are_those_of_steps_alone():
+    """An evaluation after each second step takes 30 s, a step 100 s. The run was stopped for a day after step 2."""
+    rows, now = [{"step": 0, "time": 0.0, "accuracy": 0.5}], 0.0
+    for step in range(1, 15):
+        now += 100 + (step == 3) * 86_400
+        rows.append({"step": step, "time": now, "seconds": 100.0})
+        if step % 2 == 0:
+            now += 30
+            rows.append({"step": step, "time": now, "accuracy": 0.5})
+    assert seconds_per_step(rows[:2], 0.0) == 100
+    assert seconds_per_step(rows[:4], 0.0) == 115
+    assert seconds_per_step(rows, 0.0) == 115  # the newest ten steps
+    started = rows[3]["time"] + 60
+    assert seconds_per_step(rows[:5], started) is None  # a single step since then
+    assert seconds_per_step(rows[:6], started) == 100
+    assert seconds_per_step([{"step": 1}, {"step": 2, "time": None}], 0.0) is None
+
+
 def test_a_run_that_has_stopped(tmp_path):
     rows = [
         {"step": i, "time": 10.0 * i, "reward_mean": i / 8, "seconds_rollout": 2.5, "entropy": 1.0, "loss": None}
         for i in range(1, 9)
     ]
+    rows.append({"step": 8, "time": 90.0, "accuracy": 0.5})  # an evaluation after the last step
     write_run(tmp_path / "run", [sample(8, "[bold]an answer[/]", prompt=" ".join(HOSTILE))], rows)
     written = io.StringIO()
     watch_run(tmp_path / "run", 1.0, Console(file=written, width=120))
@@ -55,14 +76,20 @@ def test_it_is_drawn_again_until_the_run_ends(tmp_path):
     own, its = pty.openpty()
     command = [sys.executable, "-m", "rlft_fast", "watch", str(run), "--every", "0.1"]
     with locked(run):
-        watching = subprocess.Popen(command, stdout=its, stderr=its, env=os.environ | {"COLUMNS": "120"})
+        watching = subprocess.Popen(command, stdout=its, stderr=its, env=os.environ | {"COLUMNS": "400"})
         os.close(its)
         read_until(own, b"runs: it has not finished a step yet")
         for step in (1, 2):
             with (run / "metrics.jsonl").open("a") as file:
                 file.write(f'{{"step": {step}, "reward_mean": 0.5}}\n')
             read_until(own, b"runs: step %d" % step)
-    read_until(own, b"does not run: step 2")
+        (run / "config.yaml").write_text(yaml.safe_dump(MINIMAL | {"steps": 5}))
+        started = (run / NAME).stat().st_mtime
+        times = ((1, started - 9e4), (2, started + 50), (2, started + 80), (3, started + 150), (4, started + 220))
+        write_lines(run / "new", [{"step": step, "time": at, "reward_mean": 0.5} for step, at in times])
+        (run / "new").replace(run / "metrics.jsonl")
+        read_until(own, b"runs: step 4 of 5, 70 s per step, 1 min left")
+    read_until(own, b"does not run: step 4 of 5")
     assert watching.wait(timeout=60) == 0
     os.close(own)
 
