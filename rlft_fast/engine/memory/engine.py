@@ -269,8 +269,9 @@ def largest_max_tokens(
     memory_bytes: float,
     device_type: str = "cuda",
     other_bytes: float = 0,
+    head: HeadKind = "logprob",
 ) -> int:
-    """The largest token cap of a policy that fits into `USABLE` of a rank's memory; 0 if no cap fits.
+    """The largest token cap with which an update of a model fits into `USABLE` of a rank's memory; 0 if no cap fits.
 
     The peak of a step is the largest of several peaks. Each is linear in the tokens, apart from the loss's scratch, so
     the peak of the step is convex in the tokens. Between two numbers of tokens it lies below the chord. A number of
@@ -284,9 +285,10 @@ def largest_max_tokens(
         memory_bytes: memory of each rank's device.
         device_type: ``"cuda"`` or ``"cpu"``.
         other_bytes: bytes that other models hold on the device meanwhile.
+        head: of the model.
     """
     config = config.for_device(device_type)
-    model, work = prepare(path, config, world_size, device_type, "logprob", trains=True, memory_bytes=int(memory_bytes))
+    model, work = prepare(path, config, world_size, device_type, head, trains=True, memory_bytes=int(memory_bytes))
     work = replace(work, num_micro_batches=num_micro_batches)
     copied = copied_bytes(model, config, int(work.config.shard_size)) if work.offloaded else 0
     limit = USABLE * memory_bytes - other_bytes - copied

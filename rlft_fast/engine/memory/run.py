@@ -217,12 +217,13 @@ def most_micro_batches(config: RunConfig, world_size: int, engine: EngineConfig 
 def largest_actor_max_tokens(
     config: RunConfig, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str = "cuda"
 ) -> int:
-    """The largest token cap with which the policy's update fits beside the waiting models; 0 if no cap fits."""
+    """The largest token cap with which the actor's update fits beside the waiting models; 0 if no cap fits."""
     update = next(phase for phase in plan.phases if phase.name == "update actor")
     beside = sum(size for owner, size in update.memory.items() if owner != "actor")
     micro_batches = plan.engines["actor"].num_micro_batches
     return largest_max_tokens(
-        config.model, config.actor, world_size, micro_batches, memory_bytes, device_type, beside
+        config.model, config.actor, world_size, micro_batches, memory_bytes, device_type, beside,
+        run_roles(config)["actor"].head,
     )  # fmt: skip
 
 

@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 import yaml
 
-from rlft_fast.config import Config
+from rlft_fast.config import Config, RewardModelConfig
 from rlft_fast.engine.memory import simulation
 from rlft_fast.engine.memory.decisions import changed
 from rlft_fast.engine.memory.engine import USABLE
 from rlft_fast.engine.memory.fit import DoesNotFitError, advice, check_run, check_samples, fitting_changes
 from rlft_fast.engine.memory.generator import GeneratorMemory
-from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_exceeds, surely_fits
+from rlft_fast.engine.memory.run import (
+    MemoryPlan,
+    largest_actor_max_tokens,
+    plan_memory,
+    surely_exceeds,
+    surely_fits,
+)
 from rlft_fast.engine.memory.search import Search
 from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFGenerator, Request, SamplingParams
@@ -88,6 +94,21 @@ def test_phases_and_what_waits_are_those_of_the_trainer(config_of, tiny_model):
 
 
 @pytest.mark.slow
+def test_the_largest_cap_of_a_run_that_trains_a_reward_model(tmp_path):
+    architectures = ["LlamaForSequenceClassification"]
+    path = save_config(tmp_path, width=64, vocab_size=50_000, architectures=architectures, num_labels=1)
+    config = RewardModelConfig.parse({
+        "objective": "reward", "model": str(path), "output_dir": "runs/x", "steps": 1,
+        "data": {"path": "pairs.jsonl", "max_sequence_tokens": 100}, "actor": {"max_tokens": 512},
+    })  # fmt: skip
+    largest = largest_actor_max_tokens(config, plan_memory(config, 1, 0.5e9), 1, 0.5e9)
+    fits = [
+        plan_memory(changed(config, {"actor.max_tokens": cap}), 1, 0.5e9).fits(0.5e9)
+        for cap in (largest, int(1.1 * largest))
+    ]
+    assert fits == [True, False]
+
+
 def test_an_adapter_needs_no_reference(config_of):
     memory = phase_bytes(plan_memory(config_of(actor__lora={"rank": 2}), 1, 80 * GIB))
     assert [*memory["generate"]] == ["actor", "critic", "reward"]
