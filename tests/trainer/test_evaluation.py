@@ -61,6 +61,15 @@ def test_eval_writes_and_shows_the_answers(sampled, tmp_path, capsys):
     assert f"--samples {file} is there already" in capsys.readouterr().err
 
 
+def test_answers_that_cannot_be_written_do_not_cost_the_numbers(sampled, tmp_path, capsys):
+    metrics = evaluated(sampled / "hf", sampled, capsys)
+    file = tmp_path / ("a" * 300)  # longer than a name may be, which the system says when it is written
+    assert main(["eval", str(sampled / "hf"), str(sampled / "config.yaml"), "--samples", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert "File name too long" in captured.err
+    assert json.loads(captured.out) == metrics
+
+
 def evaluated(model: Path, run: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, float]:
     capsys.readouterr()  # of the run
     assert main(["eval", str(model), str(run / "config.yaml"), *options]) == 0

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -34,10 +35,12 @@ def run(arguments: list[str]) -> int:
         with _Bar() as bar:
             metrics, answers = evaluate(config, bar.show)
         if World.current().is_first:
-            if options.samples is not None:
-                options.samples.write_text("".join(json.dumps(x, ensure_ascii=False) + "\n" for x in answers), "utf-8")
-            _show(answers, options.show)
-            print(json.dumps(metrics))
+            try:
+                if options.samples is not None:
+                    _write(answers, options.samples)
+            finally:  # a full disk does not cost the numbers
+                _show(answers, options.show)
+                print(json.dumps(metrics))
     return 0
 
 
@@ -85,6 +88,10 @@ class _Bar:
         if not self.console.is_terminal and (now >= self.next_line or done == total):
             self.console.print(f"answered {done} of {total} prompts", highlight=False)
             self.next_line = now + _SECONDS_BETWEEN_LINES
+
+
+def _write(answers: list[dict[str, Any]], file: Path) -> None:
+    file.write_text("".join(json.dumps(x, ensure_ascii=False) + "\n" for x in answers), "utf-8")
 
 
 def _show(answers: list[dict[str, Any]], number: int) -> None:
