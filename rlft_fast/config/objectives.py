@@ -1,6 +1,8 @@
 """The objectives of runs. The key ``objective`` of a configuration says which it is, and so which keys it has."""
 
+import reprlib
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -28,15 +30,15 @@ def load_config(path: str | Path, overrides: dict[str, str] | None = None, objec
     """
     named = (overrides or {}).get("objective") or _objective_in(path)
     found = objective or "rl" if named is None else named
-    if found not in OBJECTIVES:
-        raise ConfigError(f"objective is {found!r}, expected one of {', '.join(OBJECTIVES)}")
+    if not isinstance(found, str) or found not in OBJECTIVES:
+        raise ConfigError(f"objective is {reprlib.repr(found)}, expected one of {', '.join(OBJECTIVES)}")
     if objective is not None and found != objective:
         raise ConfigError(f"{path} has objective: {found}, expected {objective}: run it with rlft-fast train")
     return OBJECTIVES[found].load(path, overrides)
 
 
-def _objective_in(path: str | Path) -> str | None:
-    """The value of the key; None also where the file cannot be read, which `RunConfig.load` tells."""
+def _objective_in(path: str | Path) -> Any:
+    """The value of the key, of any type; None also where the file cannot be read, which `RunConfig.load` tells."""
     try:
         values = read_file(read_text(Path(path)), Config)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):

@@ -44,6 +44,8 @@ def test_resolved_yaml_loads_to_the_same_configuration(kind, tmp_path):
     ("changes", "objective", "message"),
     [
         ({"objective": "ppo"}, None, "objective is 'ppo', expected one of rl, sft, dpo, reward"),
+        ({"objective": ["sft"]}, None, r"objective is \['sft'\], expected one of rl, sft, dpo, reward"),
+        ({"objective": {"sft": 1}}, "sft", "objective is {'sft': 1}, expected one of rl, sft, dpo, reward"),
         ({"objective": "rl"}, "sft", "has objective: rl, expected sft: run it with rlft-fast train"),
         ({"rollout": {}}, None, r"rollout has no meaning for objective: sft: leave it out \(it is a key of rl\)"),
         ({"data": {"path": "d", "task": "x"}}, None, "data.task has no meaning for objective: sft"),
