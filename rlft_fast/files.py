@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import io
 import os
+import select
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,10 +199,15 @@ def unfailing_stream(descriptor: int, encoding: str, line_buffering: bool) -> io
 
 
 class _Descriptor(io.FileIO):
-    """Drops what a closed pipe or a full disk does not take."""
+    """Drops what a closed pipe or a full disk does not take.
+
+    It waits for a full pipe or terminal also where another program, which shares it, has made it non-blocking.
+    """
 
     def write(self, data) -> int | None:
         try:
-            return super().write(data)
+            while (written := super().write(data)) is None:
+                select.select([], [self], [])
         except OSError:
             return len(data)
+        return written

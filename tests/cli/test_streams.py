@@ -1,8 +1,12 @@
 """A command outlives its console: pipes that are closed, disks that are full, encodings that lack a character."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import termios
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,6 +49,23 @@ def test_a_closed_pipe_ends_nothing(closed, tmp_path):
     os.close(write)
     assert (ended.returncode, (tmp_path / "done").read_text()) == (0, "done")
     assert b"Exception ignored" not in getattr(ended, other)
+
+
+def test_a_full_pipe_that_does_not_block_is_waited_for(tmp_path):
+    """A program that shares a terminal or a pipe may have made it non-blocking."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with ThreadPoolExecutor() as executor, os.fdopen(read, "rb") as reader:
+        ended = executor.submit(run, tmp_path / "done", stdout=write, stderr=subprocess.DEVNULL)
+        ended.add_done_callback(lambda _: os.close(write))
+        while _num_waiting(read) < 60_000 and not ended.done():  # of the 65,536 bytes that a pipe holds
+            time.sleep(0.01)
+        assert reader.read().decode() == f"π {'x' * 100_000}\nend\n"
+    assert ended.result().returncode == 0
+
+
+def _num_waiting(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
