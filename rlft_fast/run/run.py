@@ -362,7 +362,7 @@ class Run:
     def _evaluate_if_due(self) -> None:
         """Every so many steps, and at the last step; each of them once."""
         evaluation, progress = self.config.evaluation, self.progress
-        is_last = progress.step == self.config.steps
+        is_last = progress.step >= self.config.steps  # fewer than it has made, where a resumed run was given fewer
         due = evaluation is not None and (is_last or (evaluation.every and progress.step % evaluation.every == 0))
         if due and (progress.evaluated < progress.step or (is_last and progress.after is None)):
             found = self._evaluate()

@@ -2,13 +2,14 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.image import imread
 
-from rlft_fast.errors import StepError
+from rlft_fast.errors import Interrupted, StepError
 from rlft_fast.rewards import RewardError
 from rlft_fast.run.folder import MARKER
 from rlft_fast.run.progress import Progress
@@ -17,6 +18,7 @@ from rlft_fast.run.run import DivergedError
 from rlft_fast.trainer import Run
 from tests.run.counting import (
     CountingTrainer,
+    by_signal,
     checkpoints,
     count,
     counting_config,
@@ -110,6 +112,15 @@ def test_a_curve_that_cannot_be_drawn_costs_nothing(tmp_path):
 def test_numbers_of_tokens_that_cannot_be_written_cost_nothing(tmp_path, capsys):
     count(tmp_path, {("train_step", 0): (tmp_path / "run" / "tokens").touch}, steps=2, log_tokens_mib=1)
     assert "warning: step 1: numbers of its tokens are not kept: " in capsys.readouterr().out
+
+
+def test_the_last_evaluation_is_of_the_model_where_steps_were_lowered(tmp_path):
+    """Below the steps that the run has made: it ends at once."""
+    with pytest.raises(Interrupted):
+        count(tmp_path, {("train_step", 4): by_signal(signal.SIGTERM)})
+    summary = count(tmp_path, steps=3, resume=True)
+    assert summary["steps"] == 5
+    assert summary["accuracy_after"] == total_in(tmp_path, "hf") == totals(tmp_path)[5]
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
