@@ -1,5 +1,6 @@
 """How far a run has come: what its checkpoints hold beside the models."""
 
+import json
 import os.path
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -27,6 +28,7 @@ class Progress:
         after: metrics of the last evaluation.
         examples_after: answers of this evaluation.
         num_scored: held-out prompts with a judged answer.
+        measured: how these evaluations were made, see `measure_of_evaluations`; None: unknown, or there were none.
         log_bytes: sizes of the logs, see `RunLog.num_bytes`.
         trainer: see `Trainer.state`.
         best: the step and the value of the best evaluation, and how it was measured.
@@ -42,6 +44,7 @@ class Progress:
     after: dict[str, float] | None = None
     examples_after: list[str] | None = None
     num_scored: int = 0
+    measured: dict[str, Any] | None = None
     log_bytes: dict[str, int] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] | None = None
@@ -69,6 +72,21 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """What `of_checkpoint` takes."""
         return asdict(self)
+
+    def measure_by(self, measure: dict[str, Any] | None) -> bool:
+        """Forgets the evaluations if the coming ones are made otherwise: their numbers are not compared.
+
+        Args:
+            measure: of the coming evaluations, see `measure_of_evaluations`; None: there are none.
+
+        Returns:
+            Whether there were any to forget.
+        """
+        is_other = None not in (measure, self.measured) and measure != self.measured
+        if is_other:
+            self.before = self.examples_before = self.after = self.examples_after = None
+        self.measured = measure or self.measured
+        return is_other
 
     def add_step(self, metrics: Mapping[str, float], num_prompts: int) -> None:
         """Counts a complete step with these metrics."""
@@ -106,6 +124,21 @@ class Progress:
 def measure_of_best(config: RunConfig) -> dict[str, Any]:
     """The number that decides on the best policy, and how it is measured."""
     return {"name": config.checkpoint.best, "measured": _with_absolute_paths(config.measured)}
+
+
+def measure_of_evaluations(config: RunConfig, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The held-out rows, wherever they are, and how they are measured, as JSON holds it; None: they are not.
+
+    Args:
+        config: of the run.
+        identity: see `Trainer.identity`.
+    """
+    if config.measured is None:
+        return None
+    rows = {name: found for name, found in identity.get("data", {}).items() if name.startswith("held_out")}
+    how = {name: value for name, value in config.measured.items() if name not in ("path", "max_rows")}
+    found: dict[str, Any] = json.loads(json.dumps({"rows": rows, "how": how}))
+    return found
 
 
 def _with_absolute_paths(measured: Mapping[str, Any] | None) -> dict[str, Any] | None:

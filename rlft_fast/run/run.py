@@ -26,7 +26,7 @@ from rlft_fast.run.folder import claim, require_same, run_id
 from rlft_fast.run.going_back import keep_later
 from rlft_fast.run.lock import locked
 from rlft_fast.run.profile import profiled
-from rlft_fast.run.progress import Progress, measure_of_best
+from rlft_fast.run.progress import Progress, measure_of_best, measure_of_evaluations
 from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
 from rlft_fast.run.records import (
     RunLog,
@@ -66,6 +66,7 @@ class Run:
         self.checkpoints = trainer.models.checkpoints(self.directory / "checkpoints")
         self.log = RunLog(self.directory, self.config.steps, self.world.rank)
         self.progress = Progress()
+        self.measure: dict[str, Any] | None = None  # of evaluations
         address = self.config.checkpoint.store
         has_copies = address is not None and self.world.is_first
         self.copies = Copies(Store(address), self.directory, self.log.message) if has_copies else None
@@ -98,6 +99,7 @@ class Run:
     def _prepare(self, resume: bool | str, force: bool) -> None:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
         identity, step = self.trainer.identity(), self._step_to_resume(resume)
+        self.measure = measure_of_evaluations(self.config, identity)
         if resume and not force and self.checkpoints.latest() is not None:
             by_first(self.world, lambda: require_same(self.directory, identity))
         state = self.checkpoints.load(self.trainer.models.trained, step) if resume else None
@@ -167,6 +169,11 @@ class Run:
         self.progress = progress = Progress.of_checkpoint(state, self.config)
         best = progress.best if is_export(self.directory / "best") else None  # then the best from now on is kept
         progress.best = self.world.all_gather_json(best)[0]  # ranks may have started in other folders
+        if progress.measure_by(self.measure):
+            self.log.message(
+                "the held-out rows, or how they are measured, are others than before: the numbers before training are "
+                f"those of step {progress.step}"
+            )
         self.saved_step = progress.step
         self.trainer.load_state(progress.trainer)
         self.trainer.load_ahead(state or {})

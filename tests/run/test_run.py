@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +125,33 @@ def test_the_last_evaluation_is_of_the_model_where_steps_were_lowered(tmp_path):
     assert summary["accuracy_after"] == total_in(tmp_path, "hf") == totals(tmp_path)[5]
 
 
+class OtherRows(CountingTrainer):
+    """Of another held-out set, by another name: with the same name it would not continue without force."""
+
+    def identity(self) -> Mapping[str, Any]:
+        return {**super().identity(), "data": {"held_out_other": {"checksum": 2}}}
+
+
+def test_numbers_of_another_measure_are_not_compared(tmp_path, capsys):
+    """Where the held-out file is moved, they are."""
+    path = str(tmp_path / "held_out.jsonl")
+    others = {
+        "moved": (CountingTrainer, {"path": str(tmp_path / "elsewhere.jsonl")}),
+        "shorter": (CountingTrainer, {"path": path, "max_new_tokens": 3}), "rows": (OtherRows, {"path": path}),
+    }  # fmt: skip
+    for name, (kind, evaluation) in others.items():
+        folder = tmp_path / name
+        count(folder, steps=2, accuracy={0: 0.125, 2: 0.25}, evaluation={"path": path})
+        config = counting_config(folder, steps=4, evaluation=evaluation)
+        capsys.readouterr()
+        with without_matplotlib():
+            summary = Run(kind(config, accuracy={2: 0.5, 4: 1.0})).run(True)
+        before = 0.125 if name == "moved" else 0.5
+        assert (summary["accuracy_before"], summary["accuracy_after"]) == (before, 1.0)
+        told = "the numbers before training are those of step 2" in capsys.readouterr().out
+        assert told == (name != "moved")
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -220,8 +249,8 @@ def test_the_best_policy_survives_a_run_that_goes_on(tmp_path):
     # Another measure: the value of step 2 is not compared with it.
     changes["evaluation"] = {"path": str(tmp_path / "held_out.jsonl"), "max_new_tokens": 3}
     summary = count(tmp_path, steps=6, resume=True, force=True, **changes)
-    assert (summary["best_step"], summary["accuracy_best"]) == (6, 0.25)
-    assert total_in(tmp_path, "best") == totals(tmp_path)[6]
+    assert (summary["best_step"], summary["accuracy_best"]) == (4, 0.5)
+    assert total_in(tmp_path, "best") == totals(tmp_path)[4]
 
 
 def test_a_best_policy_that_cannot_be_written_costs_nothing(tmp_path, capsys):
