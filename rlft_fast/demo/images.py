@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlft_fast.config import Config, SFTConfig
+from rlft_fast.demo.folder import DATA, claim_folders
 from rlft_fast.errors import printable
 
 _STEPS = 100
@@ -74,16 +75,16 @@ def learn_images(seed: int = 0, output_dir: str | Path = "runs/demo-images", ste
         steps: number of steps of reinforcement learning.
 
     Raises:
-        ValueError: Pillow is not installed, a folder holds something other than a run, or `steps` is less than 1.
+        ValueError: Pillow is not installed, a folder holds something other than a run of the demo, or `steps` is less
+            than 1.
     """
-    from rlft_fast.trainer import claim, train
+    from rlft_fast.trainer import train
     from rlft_fast.view import write_view
 
     output = Path(output_dir)
     first, warm_up, run = (output / name for name in ("model", "warm_up", "learn"))
-    for folder in (first, warm_up, run):  # a user may have a folder of this name
-        claim(folder)
-    data = write_pictures(run / "data", warm_up / "data")
+    claim_folders(first, warm_up, run)
+    data = write_pictures(run / DATA, warm_up / DATA)
     model = write_model(first, seed)
     train(warm_up_config(model, warm_up, data["texts"], seed))
     summary = train(images_config(warm_up / "hf", run, data["train"], data["held_out"], seed, steps))

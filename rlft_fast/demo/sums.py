@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlft_fast.config import ClusterConfig, Config, WorkersConfig
+from rlft_fast.demo.folder import DATA, claim_folders
 from rlft_fast.demo.smollm2 import smollm2_folder
 from rlft_fast.errors import printable
 
@@ -38,14 +39,14 @@ def learn_sums(
         ray: train in two workers on a Ray cluster, which starts on this machine.
 
     Raises:
-        ValueError: the package with the model is not installed, the folder holds something other than a run, or `steps`
-            is less than 1.
+        ValueError: the package with the model is not installed, the folder holds something other than a run of the
+            demo, or `steps` is less than 1.
     """
-    from rlft_fast.trainer import claim, train
+    from rlft_fast.trainer import train
 
     output = Path(output_dir)
-    claim(output)
-    train_path, held_out_path = write_problems(output / "data")
+    claim_folders(output)
+    train_path, held_out_path = write_problems(output / DATA)
     config = demo_config(smollm2_folder(), output, train_path, held_out_path, seed, rollout, steps)
     if ray:
         config = config.model_copy(update={"cluster": ClusterConfig(actor=WorkersConfig(num_workers=2))})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.config import Config, SFTConfig
+from rlft_fast.demo.folder import DATA, claim_folders
 from rlft_fast.demo.smollm2 import smollm2_folder
 from rlft_fast.errors import printable
 
@@ -63,17 +64,16 @@ def learn_tools(seed: int = 0, output_dir: str | Path = "runs/demo-tools", steps
         steps: number of steps of reinforcement learning.
 
     Raises:
-        ValueError: the package with the model is not installed, a folder holds something other than a run, or `steps`
-            is less than 1.
+        ValueError: the package with the model is not installed, a folder holds something other than a run of the
+            demo, or `steps` is less than 1.
     """
-    from rlft_fast.trainer import claim, train
+    from rlft_fast.trainer import train
     from rlft_fast.view import write_view
 
     output = Path(output_dir)
     warm_up, run = output / "warm_up", output / "learn"
-    for folder in (warm_up, run):
-        claim(folder)
-    data = write_tool_problems(run / "data", warm_up / "data")
+    claim_folders(warm_up, run)
+    data = write_tool_problems(run / DATA, warm_up / DATA)
     train(warm_up_config(smollm2_folder(), warm_up, data["traces"], seed))
     summary = train(tools_config(warm_up / "hf", run, data["train"], data["held_out"], seed, steps))
     _show_episodes(run / "samples.jsonl")

@@ -11,9 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlft_fast.cli import main
 from rlft_fast.config import Config, load_config
 from rlft_fast.demo import sums
+from rlft_fast.demo.folder import DATA, claim_folders
 from rlft_fast.rewards import last_number
+from tests.run.counting import count
 
 
 def read(path):
@@ -74,6 +77,19 @@ def test_examples_run_what_the_demo_runs_but_for_their_method():
         if example.data.path == str(problems[0])
     }
     assert found == DIFFERS
+
+
+def test_another_run_is_not_replaced(tmp_path, capsys):
+    """A demo of no step, which ends with an error anyway."""
+    count(tmp_path, steps=1)
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main(["demo", "--steps", "0", "--output", str(run)]) == 1
+    assert f"error: {run} holds another run, which the demo would replace" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    (run / DATA).mkdir()
+    claim_folders(tmp_path / "new", run)  # as a demo left it
+    assert (tmp_path / "new").is_dir()
 
 
 def test_time_by_part_of_both_rollouts_stands_in_one_table(tmp_path, capsys):
