@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         require_divisible_heads,
         require_fixed_rope,
         require_packed_attention,
+        rope_limits,
     )
     from rlft_fast.models.attention import (
         PACKED_ATTENTION,
@@ -148,6 +149,7 @@ __all__ = [
     "require_fixed_rope",
     "require_next_token_loss",
     "require_packed_attention",
+    "rope_limits",
     "rotary_positions",
     "sees_ahead",
     "sinks_of_own_heads",

@@ -176,24 +176,37 @@ def require_divisible_heads(backbone: PreTrainedModel, sequence_parallel: int, p
 
 
 def require_fixed_rope(backbone: PreTrainedModel, longest: int) -> None:
-    """Refuses sequences whose rotary embeddings would depend on the other sequences of the pass.
+    """Refuses sequences at whose length the rotary embeddings of all sequences change.
 
-    Some embeddings (Phi-4-mini's longrope, dynamic NTK) rotate all sequences by the largest position in the pass.
+    Some embeddings (Phi-4-mini's longrope, dynamic NTK) rotate all tokens of a pass by the largest position in it. The
+    other sequences of a batch would change a sequence's log-probabilities, and keys in a cache would stay rotated as
+    before.
 
     Args:
         backbone: the model.
-        longest: tokens of the longest sequence.
+        longest: most tokens of a sequence.
 
     Raises:
-        ValueError: a sequence is too long; the message has the length up to which the model can be packed.
+        ValueError: a sequence may be too long; the message has the length up to which embeddings stay as they are.
     """
+    for kind, limit in rope_limits(backbone).items():
+        if longest > limit:
+            raise ValueError(
+                f"sequences have up to {longest} tokens, but the {kind} rotary embeddings of "
+                f"{type(backbone).__name__} change beyond {limit} tokens, for all sequences of a pass: limit prompt "
+                f"and completion to {limit} tokens"
+            )
+
+
+def rope_limits(backbone: PreTrainedModel) -> dict[str, int]:
+    """By type, the tokens of a sequence beyond which rotary embeddings change; empty if they never do."""
     config = backbone.config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *(ropes.get(layer_type) or {} for layer_type in _LAYER_TYPES)):  # of all layers, or of a type
-        limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", longest)
-        if rope.get("rope_type") in ("dynamic", "longrope") and longest > limit:
-            raise ValueError(
-                f"a sequence has {longest} tokens, but the {rope['rope_type']} rotary embeddings of "
-                f"{type(backbone).__name__} change beyond {limit} tokens, for all sequences packed together: limit "
-                f"prompt and completion to {limit} tokens"
-            )
+    limits: dict[str, int] = {}
+    for rope in (ropes, *(x for x in ropes.values() if isinstance(x, dict))):  # of all layers, or of a type of layers
+        kind = rope.get("rope_type")
+        if kind == "dynamic":
+            limits[kind] = config.max_position_embeddings
+        elif kind == "longrope":
+            limits[kind] = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return limits

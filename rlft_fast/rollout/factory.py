@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig, server_urls
 from rlft_fast.engine import FSDPEngine, WeightStream, adapter_config, adapter_stream
 from rlft_fast.engine.sharding import CudaRecorder
-from rlft_fast.models import PolicyModel, end_token_ids, split_stop
+from rlft_fast.models import PolicyModel, end_token_ids, require_fixed_rope, rope_limits, split_stop
 from rlft_fast.rollout.graphs import DecodeGraphs, can_step
 from rlft_fast.rollout.hf import HFGenerator, gathered_policy
 from rlft_fast.rollout.together import Rollout, RolloutError
@@ -44,11 +44,15 @@ def build_rollout(
 
     Raises:
         ValueError: a stop text is wrong, vLLM is missing, vLLM lacks a needed interface, the settings do not fit the
-            device, or hf is to sample in a wider dtype than the policy computes in.
+            device, hf is to sample in a wider dtype than the policy computes in, or the model's rotary embeddings
+            change below `max_sequence_tokens`.
         RolloutError: vLLM could not start: it does not know the model, or memory does not suffice, for instance; or no
             server answers.
     """
     split_stop(config.stop, tokenizer)  # refuses wrong stop texts before anything runs
+    # vLLM rotates all sequences as the longest that it is started for. A model that is not trained may be sampled so.
+    if engine.trains or config.backend == "hf":
+        require_fixed_rope(engine.model.backbone, max_sequence_tokens)
     if urls is not None or config.servers:
         return _served_rollout(engine, tokenizer, config, max_sequence_tokens, urls)
     if config.backend == "vllm":
@@ -140,6 +144,7 @@ def _sampled_model(engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, confi
         vocab_size=engine.model.model.config.get_text_config().vocab_size,
         eos_token_ids=end_token_ids(engine.model.model.generation_config, tokenizer),
         adapter=adapter_config(engine) if config.vllm.adapter else None,
+        rope_limit=rope_limits(engine.model.backbone).get("longrope") if engine.trains else None,
     )
 
 

@@ -15,6 +15,7 @@ from rlft_fast.models import (
     RowCache,
     end_token_ids,
     padded_attention,
+    require_fixed_rope,
     sees_ahead,
     split_stop,
 )
@@ -33,6 +34,8 @@ class HFGenerator:
     what all prompts of a call begin with, and samples as long as they are equal (`decode`). Of a turn of an episode it
     runs the tokens that the turns before had not, if these are among the `batch_size` episodes whose keys and values
     are kept from one call of `generate` to the next. transformers' ``generate`` decodes any other model.
+
+    Sequences are at most as long as those that can be trained, see `require_fixed_rope`.
 
     A model that cannot be packed has a cache of its own, which may hold states that see padding. Its batches have
     prompts of one length, every sample runs its prompt, and the others run again when some leave the batch. A model
@@ -62,7 +65,13 @@ class HFGenerator:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
-        """Samples a completion for each request, see `Generator.generate`. No request is refused."""
+        """Samples a completion for each request, see `Generator.generate`. No request is refused alone.
+
+        Raises:
+            ValueError: the model's rotary embeddings change at the length of a request (`require_fixed_rope`).
+        """
+        longest = max((len(request.token_ids) + request.max_new_tokens for request in requests), default=0)
+        require_fixed_rope(self.model.backbone, longest)
         # The stance: compiled blocks would compile again for the cache.
         one_length = self.model.sees_padding
         self._kept.keep_only({request.episode for request in requests})

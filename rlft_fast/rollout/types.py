@@ -192,6 +192,8 @@ class SampledModel:
         eos_token_ids: tokens that end a completion.
         adapter: entries of PEFT's ``adapter_config.json``, where a generator takes the weights of the folder once and
             the policy's adapters at each sync; None: it takes all weights, with the adapters merged.
+        rope_limit: most tokens that vLLM may be started for. Started for more, it rotates all tokens as beyond this
+            length, and training does not. None: any.
     """
 
     path: str
@@ -200,6 +202,7 @@ class SampledModel:
     vocab_size: int
     eos_token_ids: list[int]
     adapter: Mapping[str, Any] | None = None
+    rope_limit: int | None = None
 
 
 class Generator(Protocol):

@@ -296,5 +296,5 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_refused():
         Phi3Config(**sizes, **limits, num_attention_heads=2, rope_parameters=rope, pad_token_id=0, eos_token_id=1)
     )
     check_batch(Batch.from_samples([[1]], [[2] * 7]), backbone)
-    with pytest.raises(ValueError, match=r"a sequence has 9 tokens, but the longrope .* of Phi3Model change beyond 8"):
+    with pytest.raises(ValueError, match=r"have up to 9 tokens, but the longrope .* of Phi3Model change beyond 8"):
         check_batch(Batch.from_samples([[1]], [[2] * 8]), backbone)

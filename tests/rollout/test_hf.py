@@ -46,7 +46,15 @@ from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.world import World
 from tests.support.machine.distributed import run_distributed
 from tests.support.runs.rollouts import completions_of
-from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, PADDED_MODELS, VISION_MODELS, save_tiny_model
+from tests.support.tiny_models import (
+    EOS_TOKEN_ID,
+    MODELS,
+    PAD_TOKEN_ID,
+    PADDED_MODELS,
+    ROPE_LIMIT,
+    VISION_MODELS,
+    save_tiny_model,
+)
 
 # One token (nothing is left for the shared prefill), equal lengths, and one far longer than the sliding window.
 PROMPTS = [[5], [7, 8], [1, 2], [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110], [99, 3, 4]]
@@ -167,6 +175,21 @@ def test_logprobs_are_those_of_the_engine(tiny_model, name, temperature):
         positions = torch.arange(len(sample.token_ids)) + len(PROMPTS[3]) - 1
         wanted = expected[positions, torch.tensor(sample.token_ids)]
         torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
+
+
+def test_a_sequence_whose_length_changes_rotary_embeddings_is_refused(tiny_model):
+    """Before anything runs, as in training. A vLLM would start with the frequencies of long sequences for all."""
+    path, refusal = tiny_model("phi3"), "have up to 25 tokens, but the longrope rotary .* of Phi3Model change beyond 24"
+    engine = FSDPEngine(str(path), EngineConfig(max_tokens=64), num_training_steps=1).initialize()
+    for backend in ("hf", "vllm"):
+        with pytest.raises(ValueError, match=refusal):
+            build_rollout(engine, load_tokenizer(path), RolloutConfig(backend=backend), ROPE_LIMIT + 1)
+    request = Request(row=0, token_ids=PROMPTS[3], seed=0, max_new_tokens=ROPE_LIMIT + 1 - len(PROMPTS[3]))
+    with pytest.raises(ValueError, match=refusal):
+        make_generator(path).generate([request], SamplingParams())
+    batch = Batch.from_samples([PROMPTS[3]], [[1] * request.max_new_tokens])
+    with pytest.raises(ValueError, match=refusal):
+        engine.infer(batch, ("logprob",))
 
 
 def to_batch(prompts: list[list[int]], groups: list[list[Completion]]) -> Batch:

@@ -37,6 +37,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -240,9 +242,18 @@ REWARD_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
 SHALLOW_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "shallow": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False, "num_hidden_layers": 1}),
 }
+# Rotary embeddings that change for all sequences of a pass, once one of them is longer than this.
+ROPE_LIMIT = 24
+ROPE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "phi3": (Phi3ForCausalLM, Phi3Config, {
+        "original_max_position_embeddings": ROPE_LIMIT, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        },
+    }),
+}  # fmt: skip
 ALL_MODELS = (
     MODELS | MORE_MODELS | PADDED_MODELS | EXPERT_MODELS | VISION_MODELS | PICTURE_MODELS | REWARD_MODELS
-    | SHALLOW_MODELS
+    | SHALLOW_MODELS | ROPE_MODELS
 )  # fmt: skip
 
 

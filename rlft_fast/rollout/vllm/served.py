@@ -176,7 +176,7 @@ class ServedVLLM:
             _, texts = split_stop(self.config.stop, self.tokenizer)
             server.check(
                 self.fingerprint, self.max_sequence_tokens, backend=weight_backend(self.config), dtype=dtype,
-                has_stop_texts=bool(texts),
+                has_stop_texts=bool(texts), rope_limit=self.model.rope_limit,
             )  # fmt: skip
             if self.world.is_first and self.nccl is None:
                 server.prepare({"check": self.config.vllm.check_weights})

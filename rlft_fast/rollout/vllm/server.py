@@ -198,7 +198,7 @@ class VLLMServer:
 
     def check(
         self, fingerprint: dict[str, Any], max_sequence_tokens: int, *, backend: str = BACKEND, dtype: str = "auto",
-        has_stop_texts: bool = False,
+        has_stop_texts: bool = False, rope_limit: int | None = None,
     ) -> None:  # fmt: skip
         """Refuses a server that would fail later, or sample from something else.
 
@@ -208,6 +208,7 @@ class VLLMServer:
             backend: see `weight_backend`.
             dtype: of the weights, in which the server has to compute; auto: any.
             has_stop_texts: whether texts end a completion, for which the server needs a tokenizer.
+            rope_limit: see `SampledModel`.
 
         Raises:
             ServerError: it does not answer.
@@ -223,6 +224,10 @@ class VLLMServer:
         if facts.max_model_len < max_sequence_tokens:
             self._refuse(
                 f"takes {facts.max_model_len} tokens, but a prompt and its completion may have {max_sequence_tokens}"
+            )
+        if rope_limit is not None and facts.max_model_len > rope_limit:
+            self._refuse(
+                f"takes {facts.max_model_len} tokens, and rotates all tokens as beyond {rope_limit}, unlike training"
             )
         if facts.logprobs_mode != "processed_logprobs" or facts.max_logprobs != -1:
             self._refuse("gives log-probabilities of another distribution than it samples from, or too few")

@@ -5,6 +5,8 @@ import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import SampledModel, SamplingParams
 from rlft_fast.rollout.vllm.scheduling import ServerError
 from rlft_fast.rollout.vllm.served import ServedVLLM
-from rlft_fast.rollout.vllm.server import VLLMServer
+from rlft_fast.rollout.vllm.server import UnsuitableServerError, VLLMServer
 from rlft_fast.world import World
 from tests.rollout.vllm.lying_server import FINGERPRINT, LyingServer, choice, event, honest, token
 from tests.support.runs.rollouts import completions_of
@@ -102,6 +104,17 @@ def test_a_server_that_lies_is_named_and_lost(tokenizer, start, lies, message):
         assert sample(tokenizer, liar.url, other.url) == [[7] * 4] * 4
     with pytest.raises(ServerError, match=f"the server {liar.url} {message}"):
         sample(tokenizer, liar.url)
+
+
+def test_a_server_that_rotates_otherwise_than_training_is_refused(tokenizer, start):
+    """It takes 64 tokens: vLLM has the frequencies of long sequences for all, if that is more than the limit."""
+    (url, unsuitable), match = (start().url, UnsuitableServerError), "takes 64 tokens, and rotates all .* beyond 63"
+    for limit, expected in ((64, nullcontext()), (63, pytest.raises(unsuitable, match=match))):
+        with expected:
+            ServedVLLM(
+                replace(MODEL, rope_limit=limit), FINGERPRINT, tokenizer, RolloutConfig(backend="vllm"), 32,
+                urls=lambda: [url], run="run", world=World.current(),
+            )  # fmt: skip
 
 
 @pytest.fixture
