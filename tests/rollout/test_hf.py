@@ -177,6 +177,25 @@ def test_logprobs_are_those_of_the_engine(tiny_model, name, temperature):
         torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["longrope", "default"])
+def test_sequences_of_a_batch_wider_than_rotary_embeddings_stay(kind, tmp_path):
+    """There transformers drops a cache of Phi-3. No sequence is that long, or nothing changes there."""
+    is_default = kind == "default"
+    path = save_tiny_model("phi3", tmp_path, **({"rope_parameters": {"rope_theta": 1e4}} if is_default else {}))
+    generator, longest = make_generator(path), ROPE_LIMIT + 8 * is_default
+    generator.eos_token_ids = []
+    requests = [
+        Request(row=row, token_ids=prompt, seed=row, max_new_tokens=longest - len(prompt))
+        for row, prompt in enumerate([PROMPTS[1], PROMPTS[3], [*PROMPTS[3], *PROMPTS[3][:7]]])
+    ]
+    for request, completion in zip(requests, generator.generate(requests, SamplingParams()), strict=True):
+        tokens = completion.token_ids
+        assert len(tokens) == request.max_new_tokens
+        expected = log_softmax(path, [*request.token_ids, *tokens], 1.0)[len(request.token_ids) - 1 : -1]
+        wanted = expected.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, rtol=0, atol=1e-4)
+
+
 def test_a_sequence_whose_length_changes_rotary_embeddings_is_refused(tiny_model):
     """Before anything runs, as in training. A vLLM would start with the frequencies of long sequences for all."""
     path, refusal = tiny_model("phi3"), "have up to 25 tokens, but the longrope rotary .* of Phi3Model change beyond 24"

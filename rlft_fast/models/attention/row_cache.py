@@ -16,6 +16,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from rlft_fast.plugins import parameter_names
 
 _MIN_ROOM = 64  # tokens by which full buffers grow at least
+# Models that prepare inputs themselves to drop their cache where rotary embeddings change, by the padded width and also
+# where nothing changes. Sequences stay below: `rlft_fast.models.architectures.require_fixed_rope`.
+_DROP_CACHE = ("phi3",)
 
 
 class RowCache(Cache):
@@ -125,7 +128,7 @@ def takes_row_cache(model: PreTrainedModel, *, images_alone: bool = False) -> bo
     """Whether the next logits of a model depend on tokens, positions, a mask, and keys and values alone.
 
     Decided by the model's class and configuration: its cache has other layers, it has an encoder or a recurrent state,
-    or it prepares its inputs for generation itself.
+    or it prepares its inputs for generation itself, other than Phi-3.
 
     Args:
         model: the model.
@@ -133,7 +136,8 @@ def takes_row_cache(model: PreTrainedModel, *, images_alone: bool = False) -> bo
     """
     prepares = getattr(type(model), "prepare_inputs_for_generation", None)
     takes_positions = "position_ids" in parameter_names(type(model).forward)
-    prepares_itself = prepares is not GenerationMixin.prepare_inputs_for_generation and not images_alone
+    is_prepared = images_alone or model.config.model_type in _DROP_CACHE
+    prepares_itself = prepares is not GenerationMixin.prepare_inputs_for_generation and not is_prepared
     if prepares_itself or not takes_positions:
         return False
     if model.config.is_encoder_decoder or model._is_stateful:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CTRLConfig,
     DynamicCache,
     MambaConfig,
-    Phi3Config,
     Qwen2Config,
     Qwen3NextConfig,
     T5Config,
@@ -80,7 +80,9 @@ _SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "v
 
 # A recurrent state, layers of linear attention, and inputs for generation that the model prepares itself.
 @pytest.mark.parametrize(
-    "config", [MambaConfig(**_SIZES), Qwen3NextConfig(**_SIZES), Phi3Config(**_SIZES)], ids=lambda x: x.model_type
+    "config",
+    [MambaConfig(**_SIZES), Qwen3NextConfig(**_SIZES), CTRLConfig(vocab_size=8, n_embd=8, dff=8, n_layer=1, n_head=2)],
+    ids=lambda x: x.model_type,
 )
 def test_models_with_more_than_keys_and_values_do_not_take_it(config):
     with torch.device("meta"):
