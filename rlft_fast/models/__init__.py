@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rlft_fast.models.adapters import adapter_parameters, add_lora, disabled_lora, low_rank_factors
     from rlft_fast.models.architectures import (
         padded_attention,
+        padded_implementation,
         require_divisible_heads,
         require_fixed_rope,
         require_packed_attention,
@@ -140,6 +141,7 @@ __all__ = [
     "needs_more_than_boundaries",
     "packed_attention",
     "padded_attention",
+    "padded_implementation",
     "padding_id",
     "patch_lm_head",
     "prepare_chunks",

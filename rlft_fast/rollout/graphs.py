@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlft_fast.engine import power_of_two
 from rlft_fast.engine.sharding import Recorder, Replay, warn_of_recording
-from rlft_fast.models import PolicyModel, RowCache
+from rlft_fast.models import PolicyModel, RowCache, padded_implementation, rope_limits
 
 _LEAST_COLUMNS = 64
 _ROOM_STEP = 256  # of the tokens of a cache, so that it is seldom made anew
@@ -31,9 +31,12 @@ class _Rows(NamedTuple):
 def can_step(model: PolicyModel) -> bool:
     """Whether `DecodeGraphs` give the model's logits.
 
-    Layers with a window would have other masks, and layers that count the tokens in the cache do so on the host.
+    Layers with a window would have other masks. Layers that count the tokens in the cache do so on the host, and so do
+    rotary embeddings that may change. Attention written out ("eager") would add the mask to its scores, as numbers.
     """
-    return model.decodes_in_place and not model.sees_padding and not RowCache(model.model, 1, 1).has_windows
+    if not model.decodes_in_place or model.sees_padding or RowCache(model.model, 1, 1).has_windows:
+        return False
+    return padded_implementation(model.model) != "eager" and not rope_limits(model.backbone)
 
 
 class DecodeGraphs:

@@ -11,6 +11,7 @@ from rlft_fast.rollout import HFGenerator, SamplingParams, build_rollout
 from rlft_fast.rollout.graphs import DecodeGraphs, can_step
 from rlft_fast.rollout.types import make_requests
 from tests.support.machine.tape import Tape, record_on_cpu
+from tests.support.tiny_models import save_tiny_model
 
 # One token, equal beginnings, and lengths that differ.
 PROMPTS = [[5], [7, 8, 9, 10], [7, 8, 9, 11], [*range(10, 60)], [99, 3, 4]]
@@ -121,9 +122,27 @@ def test_an_engine_with_graphs_samples_with_graphs(tiny_model, monkeypatch):
     assert num_recorded[2] == num_recorded[1] > 0
 
 
-def test_layers_with_a_window_have_no_graphs(tiny_model):
-    found = {name: can_step(load_policy(tiny_model(name))) for name in ("llama", "qwen2-sliding", "mistral")}
-    assert found == {"llama": True, "qwen2-sliding": False, "mistral": False}
+def test_models_that_have_no_graphs(tiny_model, tmp_path):
+    """Layers with a window; scores that are capped or have sinks, without windows; frequencies that may change."""
+    found = {name: can_step(load_policy(tiny_model(name))) for name in ("llama", "qwen2-sliding", "mistral", "phi3")}
+    for name in ("gemma2", "gpt-oss"):
+        path = save_tiny_model(name, tmp_path / name, layer_types=["full_attention"] * 3)
+        found[name] = can_step(load_policy(path))
+    assert [name for name, can in found.items() if can] == ["llama"]
+
+
+def test_capped_scores_are_masked(tiny_model, tmp_path, monkeypatch):
+    """An engine with graphs samples what one without does."""
+    record_on_cpu(monkeypatch, Tape())
+    path = save_tiny_model("gemma2", tmp_path, layer_types=["full_attention"] * 3)
+    seeds, found = [[row] for row in range(len(PROMPTS))], []
+    for graphs in (True, False):
+        config = EngineConfig(cuda_graphs=graphs, compute_dtype="bfloat16", compile=False)
+        engine = FSDPEngine(str(path), config, num_training_steps=1).initialize()
+        rollout = build_rollout(engine, load_tokenizer(path), RolloutConfig(batch_size=8), 64)
+        rollout.sync()
+        found.append(rollout.generate(PROMPTS, SamplingParams(max_new_tokens=8), seeds))
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu
