@@ -23,7 +23,7 @@ from rlft_fast.engine.sharding import (
 )
 from rlft_fast.engine.torch_optim import moment_bytes
 from rlft_fast.models import PolicyModel, RLModel
-from rlft_fast.ops.logprob import default_tile_mib, scratch_bytes
+from rlft_fast.ops.logprob import default_tile_mib, forward_bytes, scratch_bytes
 
 __all__ = ["USABLE", "EngineMemory", "MemoryPlanError", "largest_max_tokens", "plan_engine_memory"]
 
@@ -250,11 +250,14 @@ def head_scratch_bytes(model: RLModel, work: Workload, device_type: str) -> int:
     vocab, dim = model.head.weight.shape
     rank = 0 if model.head.lora_B is None else model.head.lora_B.shape[1]
     config, workspace_mib = work.config, work.config.workspace_mib
-    if not work.trains and workspace_mib is None:
-        workspace_mib = default_tile_mib(device_type, takes_whole_rows=False)
     num_rows = -(-work.num_tokens // config.sequence_parallel)
-    trained_columns = 0 if not work.trains else dim if model.head.weight.requires_grad else rank
     dtype = getattr(torch, config.compute_dtype)
+    if not work.trains:
+        if workspace_mib is None:
+            workspace_mib = default_tile_mib(device_type, takes_whole_rows=False)
+        if device_type == "cpu":
+            return forward_bytes(num_rows, dim + rank, vocab, dtype, workspace_mib)
+    trained_columns = 0 if not work.trains else dim if model.head.weight.requires_grad else rank
     scratch = scratch_bytes(num_rows, dim + rank, vocab, dtype, device_type, workspace_mib, trained_columns)
     # On a GPU the operator's caller copies the weight, with an adapter beside it. `simulate` runs as on a CPU.
     is_copied = rank and device_type == "cuda"

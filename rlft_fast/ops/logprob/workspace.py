@@ -2,7 +2,15 @@
 
 import torch
 
-from rlft_fast.ops.logprob.tiles import CPU_LOGIT_ROWS, ROW_MULTIPLE, gpu_logit_rows, padded_columns, rounded_rows
+from rlft_fast.ops.logprob.tiles import (
+    CPU_LOGIT_ROWS,
+    ROW_MULTIPLE,
+    TILE_COLUMNS,
+    gpu_logit_rows,
+    padded_columns,
+    rounded_rows,
+    thread_tile_columns,
+)
 
 
 def default_tile_mib(device_type: str, takes_whole_rows: bool) -> int:
@@ -47,23 +55,40 @@ def scratch_bytes(
 ) -> int:  # fmt: skip
     """Most memory of `linear_logprob_loss` beside its results: logits, a sum of dweight, copies of rows.
 
+    On a CPU each thread has a sum of the rows' gradients, and a float32 copy of the weight of its tile.
+
     Args:
         num_rows: T, or A where few tokens are active.
         dim: D.
         vocab: V.
         dtype: of hidden states and weight.
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device_type: ``"cpu"``, with as many threads as torch has now, or ``"cuda"``.
         workspace_mib: as the loss takes it.
         trained_columns: how many of D columns of the weight are trained; None: all.
     """
     if workspace_mib is None:
         workspace_mib = default_workspace_mib(num_rows, dim, vocab, dtype, device_type)
+    columns = dim if trained_columns is None else trained_columns
     if device_type == "cpu":
         most_rows, operand_bytes = rounded_rows(workspace_mib * 2**20 // (4 * vocab), "cpu"), 4
     else:
         _, most_rows = group_limits(dim, vocab, dtype, device_type, workspace_mib)
         operand_bytes = dtype.itemsize
-    copies = 2 * min(num_rows, most_rows) * dim * operand_bytes  # of hidden states, and their gradients
-    columns = dim if trained_columns is None else trained_columns
+    rows = min(num_rows, most_rows)
+    copied = 2 * rows  # hidden states, and their gradients
+    if device_type == "cpu":
+        tile = thread_tile_columns(rows)
+        has_copy = dtype != torch.float32 or 0 < columns < dim  # also of a weight with an adapter beside it
+        copied += min(torch.get_num_threads(), -(-vocab // tile)) * (rows + tile * has_copy)
     adds_up = dtype != torch.float32 and (device_type == "cpu" or num_rows > most_rows)
-    return workspace_mib * 2**20 + copies + (4 * vocab * columns if adds_up else 0)
+    return workspace_mib * 2**20 + copied * dim * operand_bytes + (4 * vocab * columns if adds_up else 0)
+
+
+def forward_bytes(num_rows: int, dim: int, vocab: int, dtype: torch.dtype, workspace_mib: int) -> int:
+    """Most memory of `linear_logprob` on a CPU, without a backward pass, beside its results.
+
+    Arguments are those of `scratch_bytes`.
+    """
+    rows = min(num_rows, rounded_rows(workspace_mib * 2**20 // (4 * TILE_COLUMNS), "cpu"))
+    columns = min(TILE_COLUMNS, vocab)
+    return 4 * (rows * columns + (rows + columns * (dtype != torch.float32)) * dim)
