@@ -18,8 +18,6 @@ from rlft_fast.models import PolicyModel, RLModel
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
 """FLOP/s of dense bfloat16 by a part of the GPU's name, from the vendor's data sheets; the first that fits counts."""
 
-_TOWER_INSIDE = "vqmodel"  # of Chameleon, whose decoder has it beside the layers
-
 
 def peak_flops(device: torch.device) -> float | None:
     """FLOP/s of dense bfloat16 that a device reaches at most; None where the peak is not known."""
@@ -84,7 +82,7 @@ def _matrices(model: RLModel) -> Iterator[tuple[Tensor, float]]:
     used = (getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
     for name, module in backbone.get_decoder().named_modules():  # of text: a tower sees no token
         parts = name.split(".")
-        if not isinstance(module, nn.Embedding) and parts[0] != _TOWER_INSIDE:
+        if not isinstance(module, nn.Embedding):
             for weight in module.parameters(recurse=False):
                 if weight.dim() >= 2:
                     yield weight, used if "experts" in parts else 1.0
