@@ -1,13 +1,12 @@
 """A language model as a judge, behind a server with OpenAI's chat completions."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from rlft_fast.errors import brief
-from rlft_fast.rewards.scoring import Text
+from rlft_fast.rewards.scoring import LARGEST, Text, is_reward
 from rlft_fast.templates import compile_template
 
 _MOST_KEPT = 65_536  # scores
@@ -64,8 +63,8 @@ class LanguageModelJudge:
             score = float(found[-1])
         except (IndexError, ValueError) as error:
             raise ValueError(f"its answer names no score: {str(text)[-80:]!r}") from error
-        if not math.isfinite(score):
-            raise ValueError(f"its score is {score}")
+        if not is_reward(score):
+            raise ValueError(f"its score is {score:g}, expected a number of at most {LARGEST:g} in size")
         return score
 
     def known(self, body: str) -> float | None:

@@ -60,17 +60,20 @@ def test_equal_questions_are_asked_once(server):
 
 def test_the_last_match_of_the_pattern_is_the_score(server):
     function = reward_of(server, "{{ completion }}", r"Score: (\S+)")
-    with pytest.warns(UserWarning, match=r"4 of 6 samples have no reward from http"):
-        rewards = compute_rewards(
-            function, ["p"] * 6, ["Score: 1 Score: 3", "Score: 1e1 9", "7", "Score: x", "Score: nan", "broken"],
-            [[1]] * 6, {},
-        )  # fmt: skip
+    answers = ["Score: 1 Score: 3", "Score: 1e1 9", "7", "Score: x", "Score: nan", "broken", f"Score: 1{'0' * 31}"]
+    with pytest.warns(UserWarning, match=r"5 of 7 samples have no reward from http"):
+        rewards = compute_rewards(function, ["p"] * 7, answers, [[1]] * 7, {})
     assert rewards[:2] == [3.0, 10.0]
     assert all(reward != reward for reward in rewards[2:])
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("nothing", "its answer names no score: 'nothing'"), ("broken", "is no chat completion")]
+    ("text", "reason"),
+    [
+        ("nothing", "its answer names no score: 'nothing'"),
+        ("broken", "is no chat completion"),
+        ("-1" + "0" * 31, r"its score is -1e\+31, expected a number of at most 1e\+30 in size"),
+    ],
 )
 def test_why_there_is_no_score(text, reason, server):
     with pytest.warns(UserWarning, match=reason):
