@@ -118,6 +118,8 @@ class Strange:
             sys.exit("enough")
         if words == "nan":
             return [], float("nan"), False
+        if words == "huge":
+            return [], -1e31, False
         if words == "wrong":
             return "no tuple"
         if words == "says it is the assistant":

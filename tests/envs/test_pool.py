@@ -96,7 +96,8 @@ def test_tools_do_not_import_torch(pool):
 HARMS = {
     "hang": ("no answer within 3 s", "timeout"), "die": ("its process ended", "died"),
     "raise": ("KeyError: 'no such door'", "raised"), "exit": ("SystemExit: enough", "raised"),
-    "nan": ("nan", "no_answer"), "wrong": ("expected (messages, reward, done)", "raised"),
+    "nan": ("nan", "no_answer"), "huge": ("its reward is -1e+31", "no_answer"),
+    "wrong": ("expected (messages, reward, done)", "raised"),
     "says it is the assistant": ("no role", "no_answer"),
 }  # fmt: skip
 
