@@ -17,6 +17,7 @@ TOKEN_VARIABLE = "REWARD_API_KEY"
 _MOST_CONNECTIONS = 256
 _LONGEST_ANSWER = 1 << 20  # bytes
 _FIRST_PAUSE_S = 0.2  # before the first retry; each further pause is twice as long
+_LONGEST_PAUSE_S = 30.0  # 100 retries would otherwise take longer than any run
 _NAMES = ("rewards", "reward", "scores", "score")
 
 
@@ -122,7 +123,7 @@ class ServerReward:
                     late = isinstance(error, TimeoutError)
                     return f"no answer within {self.timeout_s:g} s" if late else brief(error)
                 await asyncio.sleep(pause)
-                pause *= 2
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
         raise AssertionError
 
     async def _ask(self, session: Any, body: str) -> bytes:

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rlft_fast.config import Config, ConfigError
-from rlft_fast.rewards import ServerReward, compute_rewards
+from rlft_fast.rewards import ServerReward, compute_rewards, served
 from tests.support.runs.configs import MINIMAL
 
 
@@ -108,6 +108,17 @@ def test_a_server_that_hangs_costs_its_samples_alone(server):
     assert [reward for reward in rewards if reward == reward] == [3.0, 1.0, 2.0]
     assert server.asked == {"hang": 16, "status 500": 2, "once": 2, "1": 1, "2": 1}  # a retry each
     assert time.perf_counter() - started < 10
+
+
+def test_pauses_between_requests_are_bounded(server, monkeypatch):
+    assert served._LONGEST_PAUSE_S == 30.0
+    monkeypatch.setattr(served, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(served, "_LONGEST_PAUSE_S", 0.02)
+    started = time.perf_counter()
+    with pytest.warns(UserWarning, match="it answers with status 503"):
+        ask(server, "status 503", retries=11)
+    assert server.asked == {"status 503": 12}
+    assert 0.21 <= time.perf_counter() - started < 5  # without a bound 20 s
 
 
 def test_a_server_that_is_gone(server):
