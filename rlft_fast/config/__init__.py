@@ -10,6 +10,7 @@ from rlft_fast.config.resume import changed_settings, fixed_settings
 from rlft_fast.config.schema import (
     LARGEST_VLLM_RANK,
     MODEL_PART,
+    REWARD_TOKEN_VARIABLE,
     SERVER_PART,
     SMALLEST_VLLM_TEMPERATURE,
     TOKEN_VARIABLE,
@@ -62,6 +63,7 @@ __all__ = [
     "LARGEST_VLLM_RANK",
     "MODEL_PART",
     "OBJECTIVES",
+    "REWARD_TOKEN_VARIABLE",
     "SERVER_PART",
     "SMALLEST_VLLM_TEMPERATURE",
     "TOKEN_VARIABLE",

@@ -57,18 +57,19 @@ class WorkerProcess:
 
 @contextlib.contextmanager
 def _environment_of_worker(mark: str) -> Iterator[None]:
-    """A process that is started here has a mark, and not the token of the run's servers: it may run a model's code."""
-    from rlft_fast.config import TOKEN_VARIABLE  # here: workers import this module, and the configuration takes 0.3 s
+    """A process that is started here has a mark, and not the tokens of the run's servers: it may run a model's code."""
+    # Here: workers import this module, and the configuration takes 0.3 s.
+    from rlft_fast.config import REWARD_TOKEN_VARIABLE, TOKEN_VARIABLE
 
     with _STARTING:  # threads start workers
-        token = os.environ.pop(TOKEN_VARIABLE, None)
+        names = (TOKEN_VARIABLE, REWARD_TOKEN_VARIABLE)
+        tokens = {name: os.environ.pop(name) for name in names if name in os.environ}
         os.environ[MARK] = mark
         try:
             yield
         finally:
             del os.environ[MARK]
-            if token is not None:
-                os.environ[TOKEN_VARIABLE] = token
+            os.environ.update(tokens)
 
 
 def outlive_requests_to_stop() -> None:

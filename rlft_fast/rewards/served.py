@@ -11,9 +11,6 @@ from rlft_fast.errors import brief
 from rlft_fast.rewards.judged import LanguageModelJudge
 from rlft_fast.rewards.scoring import FAILED, Text, is_reward
 
-TOKEN_VARIABLE = "REWARD_API_KEY"
-"""Environment variable with the token that the server wants, if it wants one."""
-
 _MOST_CONNECTIONS = 256
 _LONGEST_ANSWER = 1 << 20  # bytes
 _FIRST_PAUSE_S = 0.2  # before the first retry; each further pause is twice as long
@@ -48,7 +45,12 @@ class ServerReward:
             import aiohttp
         except ModuleNotFoundError as error:
             raise ValueError("reward.server needs `pip install aiohttp`") from error
+        from rlft_fast.config import REWARD_TOKEN_VARIABLE  # here: workers import this module, see `isolation`
+
         self._http = aiohttp
+        # Read once: while a worker process is started, the environment lacks it.
+        token = os.environ.get(REWARD_TOKEN_VARIABLE, "").strip()
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.url, self.timeout_s, self.num_retries, self.judge = url, timeout_s, num_retries, judge
         self._asking: dict[str, asyncio.Future[float | str | None]] = {}
         self.__qualname__ = f"the server {url}"
@@ -61,11 +63,10 @@ class ServerReward:
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """B rewards, `FAILED` where the server gave none. A warning counts the failures and quotes the first."""
-        token = os.environ.get(TOKEN_VARIABLE, "").strip()
         session = self._http.ClientSession(
             timeout=self._http.ClientTimeout(total=self.timeout_s),
             connector=self._http.TCPConnector(limit=_MOST_CONNECTIONS),
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers=self._headers,
         )
         async with session:
             answers = await asyncio.gather(

@@ -34,9 +34,10 @@ def obey(prompts, completions, completion_ids, answer, **columns):
 
 
 def has_token(completions, **columns):
-    """1 where the environment has the token of servers, also as the kernel shows it."""
+    """1 where the environment has the token that the completion names, also as the kernel shows it."""
+    (name,) = completions
     with open("/proc/self/environ", "rb") as environment:
-        return [float("VLLM_API_KEY" in os.environ or b"VLLM_API_KEY" in environment.read())]
+        return [float(name in os.environ or name.encode() in environment.read())]
 
 
 def has_imported(completions, **columns):

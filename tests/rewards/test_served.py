@@ -66,7 +66,9 @@ def ask(server, *orders: str, timeout_s: float = 20.0, retries: int = 1, **colum
 
 def test_what_a_server_gets(server, monkeypatch):
     monkeypatch.setenv("REWARD_API_KEY", "secret\n")
-    assert ask(server, "1.5", answer=[7], level=["x"]) == [1.5]
+    function = ServerReward(server.url, 20.0, 0)
+    monkeypatch.delenv("REWARD_API_KEY")  # as while another thread starts a worker process
+    assert compute_rewards(function, ["p"], ["1.5"], [[1]], {"answer": [7], "level": ["x"]}) == [1.5]
     ((headers, body),) = server.bodies
     assert headers["Authorization"] == "Bearer secret"
     assert body == {

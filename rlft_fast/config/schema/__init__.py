@@ -15,7 +15,7 @@ from rlft_fast.config.schema.model import (
 from rlft_fast.config.schema.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.schema.rollout import LARGEST_VLLM_RANK, SMALLEST_VLLM_TEMPERATURE, RolloutConfig, VLLMConfig
 from rlft_fast.config.schema.run import MODEL_PART, SERVER_PART, Config, DataConfig, EvaluationConfig, RewardConfig
-from rlft_fast.config.schema.servers import TOKEN_VARIABLE, check_server_url, server_urls
+from rlft_fast.config.schema.servers import REWARD_TOKEN_VARIABLE, TOKEN_VARIABLE, check_server_url, server_urls
 from rlft_fast.config.schema.supervised import (
     DPOConfig,
     PairConfig,
@@ -42,6 +42,7 @@ from rlft_fast.config.schema.training import (
 __all__ = [
     "LARGEST_VLLM_RANK",
     "MODEL_PART",
+    "REWARD_TOKEN_VARIABLE",
     "SERVER_PART",
     "SMALLEST_VLLM_TEMPERATURE",
     "TOKEN_VARIABLE",

@@ -14,6 +14,8 @@ from rlft_fast.files import read_text
 
 TOKEN_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the token that servers want."""
+REWARD_TOKEN_VARIABLE = "REWARD_API_KEY"
+"""Environment variable with the token that a server of rewards wants, if it wants one."""
 
 _URL = re.compile(r"https?://(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::(?P<port>\d{1,5}))?(?:/[\w.~-]*)*", re.A | re.I)
 _LABEL = re.compile(r"\w(?:[\w-]{0,61}\w)?", re.A)
