@@ -81,10 +81,10 @@ class ServerReward:
             )
         return [FAILED if isinstance(answer, str) else answer for answer in answers]
 
-    def check(self, prompt: Text, columns: Mapping[str, Any]) -> None:
+    def check(self, prompt: Text, completion: Text, columns: Mapping[str, Any]) -> None:
         """Raises ValueError if no question to the judge can be made of a row with these columns."""
         if self.judge is not None:
-            self.judge.body(prompt, "an answer", columns)
+            self.judge.body(prompt, completion, columns)
 
     async def _answer(
         self, session: Any, prompt: Text, completion: Text, columns: Mapping[str, Any]

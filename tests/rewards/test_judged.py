@@ -89,6 +89,6 @@ def test_what_cannot_be_used(server):
         with pytest.raises(ValueError, match=reason):
             LanguageModelJudge("m", prompt, score, 1)
     with pytest.raises(ValueError, match=r"judge\.prompt cannot be applied: 'answer' is undefined"):
-        reward_of(server, "{{ answer }}").check("p", {})
+        reward_of(server, "{{ answer }}").check("p", "c", {})
     with pytest.raises(ValueError, match=r"judge\.prompt cannot be applied: .*unsafe"):
-        reward_of(server, "{{ prompt.__class__.__mro__ }}").check("p", {})
+        reward_of(server, "{{ prompt.__class__.__mro__ }}").check("p", "c", {})

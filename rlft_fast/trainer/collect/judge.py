@@ -144,7 +144,8 @@ class Judge:
         for function in self.functions.functions.values():
             check_columns(function, prompts.columns, what)
             if isinstance(function, ServerReward):
-                function.check(prompts.texts[0], {name: values[0] for name, values in prompts.columns.items()})
+                (prompt,), (answer,) = self._answered(prompts.select([0]), [_ANSWER])
+                function.check(prompt, answer, {name: values[0] for name, values in prompts.columns.items()})
             if self.world.is_first:
                 warn_of_missing_values(function, prompts.columns, what)
         for reader in self.readers.values():
@@ -172,8 +173,11 @@ class Judge:
         if not len(own):  # there are fewer prompts than processes: functions need not know what to do with nothing
             return [], []
         asked, texts = prompts.select(own.row_B.tolist()), self._decode(own)
-        pairs = asked.answered_messages(texts) if self.config.reward.conversational else asked.answered(texts)
-        return texts, self.functions.score(*pairs, own.sampled_ids(), asked.columns)
+        return texts, self.functions.score(*self._answered(asked, texts), own.sampled_ids(), asked.columns)
+
+    def _answered(self, prompts: Prompts, texts: Sequence[str]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Prompts and answers as functions get them."""
+        return prompts.answered_messages(texts) if self.config.reward.conversational else prompts.answered(texts)
 
     def _decode(self, samples: Samples) -> list[str]:
         """What the policy has written, as functions, other models and the log read it."""

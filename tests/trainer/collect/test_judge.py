@@ -1,5 +1,6 @@
 """Rewards in a run: several functions, functions in worker processes, a reward model."""
 
+import json
 import multiprocessing
 import shutil
 from pathlib import Path
@@ -233,6 +234,24 @@ def test_functions_get_messages_as_trls_do(conversations, model, tmp_path):
     assert exact == [1.0, 1.0, 1.0, 0.0]
     assert by_messages[1:] == exact[1:]
     assert np.isnan(by_messages[0])
+
+
+def test_a_question_to_a_judge_is_made_of_messages(conversations, model, tmp_path):
+    """At the start, too. Where the policy continues an answer, the judge reads the whole one."""
+    tokenizer, prompts, _ = conversations
+    question = "{{ prompt[-1].content }} {{ completion[0].content }}"
+    server = {"url": "http://127.0.0.1:1", "judge": {"model": "m", "prompt": question}}
+    chats = prompts.select([2, 1])
+    judge = Judge(toy_config(model, tmp_path, reward={"server": server, "conversational": True}), tokenizer, World())
+    judge.check(chats, "the data")
+    (function,) = judge.functions.functions.values()
+    asked = [function.judge.body(*pair, {}) for pair in zip(*judge._answered(chats, ["5", "4"]), strict=True)]
+    assert [json.loads(body)["messages"][0]["content"] for body in asked] == ["2+2? it is 5", "2+2? 4"]
+    with pytest.raises(ValueError, match=r"judge\.prompt cannot be applied: .* has no attribute 'content'"):
+        judge.check(prompts, "the data")  # whose first row is a text
+    judge = Judge(toy_config(model, tmp_path, reward={"server": server}), tokenizer, World())
+    with pytest.raises(ValueError, match=r"judge\.prompt cannot be applied: .* has no attribute 'content'"):
+        judge.check(chats, "the data")
 
 
 def test_special_tokens_are_kept_where_asked(model, tmp_path):
