@@ -3,6 +3,7 @@
 from rlft_fast.trainer.prompts.chat import (
     MARK,
     RESULT_MARK,
+    SYSTEM,
     Conversation,
     Tokenizer,
     conversation_of,
@@ -50,6 +51,7 @@ __all__ = [
     "COLUMNS",
     "MARK",
     "RESULT_MARK",
+    "SYSTEM",
     "Conversation",
     "Encoding",
     "ImageError",

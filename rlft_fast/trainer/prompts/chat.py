@@ -14,7 +14,8 @@ from rlft_fast.trainer.prompts.messages import Message, render, words_of
 
 MARK, RESULT_MARK = "xqmarkxq", "xqresultxq"
 """Plain words, which templates leave as they are. They stand for the assistant's words, and for a tool's result."""
-_SYSTEM = ("system", "developer")  # roles whose messages come from the developer
+SYSTEM = ("system", "developer")
+"""Roles whose messages come from the developer."""
 
 
 class Tokenizer(Protocol):
@@ -136,7 +137,7 @@ def conversation_of(
     Raises:
         ValueError: the template does not read a variable that it is given.
     """
-    if config.system_prompt is not None and not any(message["role"] in _SYSTEM for message in messages):
+    if config.system_prompt is not None and not any(message["role"] in SYSTEM for message in messages):
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
     tools = tools_of(columns)
     variables = config.template_kwargs | (_parsed(columns, "chat_template_kwargs", dict) or {})

@@ -15,7 +15,7 @@ from rlft_fast.errors import brief
 from rlft_fast.models import padding_id
 from rlft_fast.trainer.prompts import LeftOut, Overlong, Row, RowSet, without_nulls
 from rlft_fast.trainer.supervised.reference import Reference
-from rlft_fast.trainer.supervised.rows import OverlongError, Reader, TaughtRows, Tokens, taught_rows
+from rlft_fast.trainer.supervised.rows import OverlongError, Reader, TaughtRows, Tokens, num_asked, taught_rows
 from rlft_fast.trainer.supervised.spans import Written, alternating
 
 
@@ -124,7 +124,7 @@ def _read(reader: Reader, config: PairDataConfig, row: Row) -> Written[_Pair]:
     prompt, chosen, rejected = (without_nulls(row.get(name)) for name in columns)
     if chosen is None or rejected is None:
         raise ValueError(f"it has no {columns[1]!r} or no {columns[2]!r}; its columns are {sorted(row)}")
-    if prompt is None:
+    if prompt is None or (num_asked(prompt, chosen) and num_asked(prompt, rejected)):
         prompt, chosen, rejected = _without_beginning(chosen, rejected, columns[0])
     better, worse = (reader.answered(row, prompt, answer) for answer in (chosen, rejected))
 

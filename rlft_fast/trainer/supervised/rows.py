@@ -17,6 +17,7 @@ from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.episodes import Style, find_styles
 from rlft_fast.trainer.prompts import (
     COLUMNS,
+    SYSTEM,
     Conversation,
     Encoding,
     ImageReader,
@@ -261,8 +262,10 @@ class Reader:
         """A prompt with an answer, which is taught; each is a text, or messages without nulls.
 
         Raises:
-            ValueError: there is nothing to learn, or it is too long.
+            ValueError: there is nothing to learn, or it is too long, or the answer repeats another prompt.
         """
+        if first := num_asked(prompt, answer):
+            return self.said(row, answer, first)
         if not self.config.chat and isinstance(prompt, str):
             return self.told(row, prompt, _require_text("answer", answer))
         for text in (prompt, answer):
@@ -372,6 +375,35 @@ class Reader:
         """Tokenizing megabytes would take minutes."""
         if len(text) > _MOST_CHARACTERS * self.config.max_sequence_tokens:
             raise OverlongError(f"it has {len(text)} characters, more than {_MOST_CHARACTERS} for each allowed token")
+
+
+def num_asked(prompt: Any, answer: Any) -> int:
+    """How many messages of an answer repeat its prompt, where it is a whole conversation; 0: it is an answer alone.
+
+    Raises:
+        ValueError: the conversation does not have the prompt, a text, in it.
+    """
+    if not isinstance(answer, list):
+        return 0
+    if isinstance(prompt, list):
+        return len(prompt) if answer[: len(prompt)] == prompt else 0
+    messages = [message if isinstance(message, dict) else {} for message in answer]
+    begin = next((message.get("role") for message in messages if message.get("role") not in SYSTEM), None)
+    if not isinstance(prompt, str) or begin != "user":
+        return 0
+    for i, message in enumerate(messages):
+        if message.get("role") == "user" and _words(message.get("content")).strip() == prompt.strip():
+            return i + 1
+    raise ValueError(
+        f"its prompt {brief(repr(prompt), 80)} is not in the conversation that answers it: give the answer alone, or "
+        "leave the prompt out, for which data.prompt_column may name a column that no row has"
+    )
+
+
+def _words(content: Any) -> str:
+    """The text of a content that was not checked yet."""
+    parts = content if isinstance(content, list) and all(isinstance(part, dict) for part in content) else []
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in parts)
 
 
 def _with_images(

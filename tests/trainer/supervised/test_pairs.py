@@ -7,15 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlft_fast.cli import main
-from rlft_fast.config import DPOConfig, RewardModelConfig, SFTConfig
+from rlft_fast.config import DPOConfig, PairDataConfig, RewardModelConfig, SFTConfig
 from rlft_fast.rl import PreferenceLoss
 from rlft_fast.trainer import RowsTrainer, train
+from rlft_fast.trainer.prompts import read_sets
+from rlft_fast.trainer.supervised.pairs import load_pairs
 from rlft_fast.trainer.supervised.rows import chunks
-from tests.support.tiny_models import EOS_TOKEN_ID, PAD_TOKEN_ID, save_tiny_model
-from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, say, sft_values
+from tests.support.tiny_models import EOS_TOKEN_ID, PAD_TOKEN_ID, save_tiny_model, save_tokenizer
+from tests.trainer.supervised.rows import CHATML, assert_two_learn_what_one_learns, encode, say, sft_values
 from tests.trainer.toy import comparable, read_lines, write_rows
 
 REWARD = pytest.param(RewardModelConfig, "llama-reward", marks=pytest.mark.slow)
@@ -222,6 +224,30 @@ def test_a_run_that_goes_on_with_smaller_batches_has_the_reference_of_its_rows(t
     assert [line["skipped_steps"] for line in lines] == [0] * 6
 
 
+def test_a_prompt_that_conversations_have_in_them_is_asked_once(tmp_path):
+    """As in UltraFeedback. What both say after it is no answer, as without a prompt."""
+    save_tokenizer(tmp_path / "model")
+    template = CHATML.replace("<|im_end|>", "<eos>")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", chat_template=template)
+    whole = {"chosen": say("a?", "b"), "rejected": say("a?", "c")}
+    short = {"prompt": "a?", "chosen": say("a?", "b")[1:], "rejected": "c"}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a?"}]}]
+    rows = [whole, short, *({"prompt": prompt, **whole} for prompt in ("a?", "\na? ", say("a?")))]
+    rows += [{"prompt": "a?", "chosen": whole["chosen"], "rejected": "c"}]
+    rows += [{"prompt": "a?", "chosen": [*parts, *say("", "b")[1:]], "rejected": [*parts, *say("", "c")[1:]]}]
+    rows += [{"prompt": "x", "chosen": say("x", "y", "a?", "b"), "rejected": say("x", "y", "a?", "c")}]
+    config = PairDataConfig(path=str(write_rows(tmp_path / "rows.jsonl", rows)), max_sequence_tokens=256)
+    found = load_pairs(config, tokenizer, "the model", read_sets(config), scored=False).sequences
+    shown = [
+        (tokenizer.decode(ids), tokenizer.decode(ids[taught]))
+        for ids, taught in zip(found.token_ids, found.is_taught, strict=True)
+    ]
+    before = "<|im_start|>user\na?<eos>\n<|im_start|>assistant\n"
+    longer = f"{before.replace('a?', 'x')}y<eos>\n{before}"
+    pair = [(f"{before}{word}<eos>\n", f"{word}<eos>") for word in "bc"]
+    assert shown == pair * 7 + [(f"{longer}{word}<eos>\n", f"{word}<eos>") for word in "bc"]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -234,6 +260,10 @@ def test_a_run_that_goes_on_with_smaller_batches_has_the_reference_of_its_rows(t
         ({"chosen": "ab", "rejected": "ac"}, "it has no 'prompt', which texts need"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"}, "its margin must be a number, got 'd'"),
         ({"chosen": say("a"), "rejected": say("b")}, "the assistant says nothing"),
+        (
+            {"prompt": "z", "chosen": say("a", "b"), "rejected": say("a", "c")},
+            "its prompt 'z' is not in the conversation that answers it",
+        ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["0.png"]},
             "it has something in its column 'images'",

@@ -43,6 +43,7 @@ def test_every_form_of_a_row(tokenizer, tmp_path):
             {"messages": say("a?", "b", "c?", "d")},
             {"prompt": say("a?", "b", "c?"), "completion": say("", "d")[1:]},
             {"prompt": "a?", "completion": "b"},
+            {"prompt": "a?", "completion": say("a?", "b")},
             {"text": "ab"},
             {"text": "ab<eos>"},
         ],
@@ -52,8 +53,9 @@ def test_every_form_of_a_row(tokenizer, tmp_path):
     before = "<|im_start|>system\nS<eos>\n<|im_start|>user\na?<eos>\n<|im_start|>assistant\n"
     both = before + "b<eos>\n<|im_start|>user\nc?<eos>\n<|im_start|>assistant\nd<eos>\n"
     found = [shown(tokenizer, rows, i) for i in range(len(rows))]
-    assert found[:3] == [(both, "b<eos>d<eos>"), (both, "d<eos>"), (before + "b<eos>\n", "b<eos>")]
-    assert found[3:] == [("ab<eos>", "ab<eos>")] * 2
+    assert found[:2] == [(both, "b<eos>d<eos>"), (both, "d<eos>")]
+    assert found[2:4] == [(before + "b<eos>\n", "b<eos>")] * 2
+    assert found[4:] == [("ab<eos>", "ab<eos>")] * 2
 
 
 def test_texts_without_a_template(tokenizer, tmp_path):
