@@ -98,7 +98,7 @@ def test_reward_with_kl_by_hand():
 
 
 def test_turns_have_their_own_rewards():
-    """What they do not explain of the sequence's reward, such as another part or a bound, stands at its last token."""
+    """What they do not explain of the sequence's reward, such as another part, stands at its last token."""
     loss_mask_T = torch.tensor([False, True, True, False, True, False, False, True, False, True, False])
     cu_seqlens = torch.tensor([0, 6, 11], dtype=torch.int32)
     turn_reward_T = torch.tensor([9, 0, 0.5, 9, 0.25, 9, 9, -1, 9, 3, 9], dtype=torch.float64)

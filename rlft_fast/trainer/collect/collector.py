@@ -13,7 +13,7 @@ from rlft_fast.data import Samples, cat_samples
 from rlft_fast.rollout import NonFiniteLogitsError, Rollout, SamplingParams, Seeds, sample_seeds
 from rlft_fast.run import Phases
 from rlft_fast.trainer.collect.curriculum import Curriculum
-from rlft_fast.trainer.collect.experience import early_stop_metrics, penalize_length, rows_with_signal
+from rlft_fast.trainer.collect.experience import clip_turns, early_stop_metrics, penalize_length, rows_with_signal
 from rlft_fast.trainer.collect.judge import Judge
 from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.models import SamplingModels
@@ -168,7 +168,8 @@ class Collector:
         return rows_with_signal(scored, self.config.algorithm.filter_by, self.config.reward.clip)
 
     def taught(self, samples: Samples, with_signal: list[int]) -> Samples:
-        """The samples to learn from, given the rows with a signal."""
+        """The samples to learn from, given the rows with a signal. Their turns' rewards are within the bounds."""
+        samples = clip_turns(samples, self.config.reward.clip)
         if not self.config.algorithm.skip_equal_groups:
             return samples
         return samples.of_rows(with_signal[: self.config.rollout.prompts_per_step])

@@ -104,6 +104,20 @@ def penalize_length(samples: Samples, config: RewardConfig, max_new_tokens: int)
     return samples.replace(reward_B=reward_B, parts={**samples.parts, "length": length_B})
 
 
+def clip_turns(samples: Samples, clip: tuple[float, float] | None) -> Samples:
+    """The samples with rewards of turns that add up to rewards in the bounds, which hold after every turn.
+
+    A turn has what it changes of the clipped sum: beyond a bound it earns nothing more. Otherwise the last turn would
+    be charged with what others have earned beyond.
+    """
+    if clip is None or samples.reward_T is None:
+        return samples
+    zero = torch.zeros(1, dtype=torch.float64)
+    earned = [torch.cat([zero, own.cumsum(0)]) for own in samples.reward_T.split(samples.length_B.tolist())]
+    beyond = [(own - own.clamp(*clip)).diff() for own in earned]
+    return samples.replace(reward_T=samples.reward_T - torch.cat([zero[:0], *beyond]))
+
+
 def _clipped(reward_B: Tensor, clip: tuple[float, float] | None) -> Tensor:
     return reward_B if clip is None else reward_B.clamp(*clip)  # NaN stays
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch, Samples, cat_samples
-from rlft_fast.rl import ADVANTAGES
+from rlft_fast.rl import ADVANTAGES, reward_with_kl
 from rlft_fast.rollout import Completion, to_samples
+from rlft_fast.trainer.collect.collector import Collector
 from rlft_fast.trainer.collect.experience import (
     build_batch,
     merge_metrics,
@@ -26,6 +27,7 @@ from rlft_fast.trainer.learn.objective import Objective
 from rlft_fast.world import World
 from tests.support.machine.distributed import run_distributed
 from tests.support.runs.samples import ANSWERS, PROMPTS, REWARDS, SAMPLES, UNMASKED, samples_of
+from tests.trainer.toy import toy_config
 
 
 def assert_same(found: Samples, expected: Samples) -> None:
@@ -145,6 +147,27 @@ def test_rewards_are_clipped_before_they_are_penalized():
     assert min(x for x in rewards_of(both) if x is not None) == pytest.approx(0.2 - 0.25)
     with pytest.raises(ValueError, match=r"clip is \[1, 0\], expected the lowest reward before the highest"):
         RewardConfig(clip=(1.0, 0.0))
+
+
+def test_turns_earn_nothing_beyond_the_bounds(tmp_path):
+    """What a turn earns beyond is taken from its own reward, and not from that of the last turn."""
+    turns = [[3.0, 0.0, 0.5], [1.0, -3.0, 1.0], [0.1, 0.2, 0.3]]
+    completion = Completion([5] * 5, [-1.0] * 5, "stop", mask=[True, False] * 2 + [True])
+    reward_T = torch.tensor([[a, 0, b, 0, c] for a, b, c in turns], dtype=torch.float64).flatten()
+    samples = with_rewards(to_samples([(0, completion)] * 3), [*map(sum, turns)]).replace(reward_T=reward_T)
+    for clip, expected in [
+        (None, turns),
+        ([-1.0, 1.0], [[1.0, 0.0, 0.0], [1.0, -2.0, 0.0], turns[2]]),
+        ([0.5, 9.0], [[2.5, 0.0, 1.0], [0.5, -0.5, 0.5], [0.0, 0.0, 0.6]]),
+    ]:
+        collector = Collector(toy_config(tmp_path / "model", tmp_path, reward__clip=clip), World(), *[None] * 5)
+        taught = collector.taught(collector.penalize_length(samples), [0])
+        batch = build_batch(taught, [[1, 2]])
+        found_T = reward_with_kl(batch.reward_B, None, batch.loss_mask_T, batch.cu_seqlens, 0.0, batch.reward_T)
+        assert found_T[batch.loss_mask_T].view(3, 3).tolist() == [pytest.approx(own) for own in expected]
+        assert len(collector.taught(samples.of_rows([]), [])) == 0
+    assert taught.reward_T[10:].tolist() == pytest.approx([0, 0, 0, 0, 0.1])
+    assert samples.reward_T is reward_T  # as the environment gave it, for the log
 
 
 def test_coming_near_the_limit_costs_in_proportion():
