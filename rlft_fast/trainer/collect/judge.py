@@ -34,6 +34,7 @@ from rlft_fast.rewards import (
 )
 from rlft_fast.run import naming_start
 from rlft_fast.trainer.collect.experience import with_rewards
+from rlft_fast.trainer.episodes import environment_names
 from rlft_fast.trainer.prompts import Conversation, Limits, Prompts
 from rlft_fast.world import SPANS, STOP, LeftEarlyError, World
 
@@ -69,8 +70,6 @@ class Judge:
         self.seconds = 0.0
         self._turn = threading.Lock()  # functions are called by one thread at a time
         self._replaces = False  # whether its functions score episodes in the environment's place
-        # Functions that are tools have no reward to give.
-        self._has_others = any(not environment.tools for environment in config.environments_by_name.values())
 
     @classmethod
     def for_evaluation(cls, config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> "Judge | None":
@@ -114,13 +113,24 @@ class Judge:
             raise
         STOP.leave_together(self.world)
         weights = self.functions.weights
-        # A model scores every sample, and an environment its episodes: without a function's part, theirs is the reward.
-        # A teacher needs no reward.
-        nothing = None if not self.models and (self._replaces or not self._has_others) and weights else 0.0
-        rewards = [nothing if (total := weighted_sum(parts, weights)) is None else total for parts in scored]
+        totals = [weighted_sum(parts, weights) for parts in scored]
+        others = self._without_functions(prompts, own)
+        rewards = [other if total is None else total for total, other in zip(totals, others, strict=True)]
         samples = with_rewards(self._counted(own), rewards, scored, [*weights]).replace(texts=texts)
         samples = samples.replace(parts={**samples.parts, **own.parts}).gather(self.world)
         return self._with_models(prompts, samples) if self.models else samples
+
+    def _without_functions(self, prompts: Prompts, own: Samples) -> list[float | None]:
+        """What each sample has where no function judges it: 0, to which others add, or None, which leaves it out.
+
+        A model scores every sample, and an environment its episodes, but functions that are tools have no reward to
+        give. A teacher needs no reward.
+        """
+        if self.models or not self.functions.weights:
+            return [0.0] * len(own)
+        configs = {} if self._replaces else self.config.environments_by_name
+        names = environment_names(configs, prompts) if configs else []
+        return [0.0 if names and not configs[names[row]].tools else None for row in own.row_B.tolist()]
 
     def _counted(self, own: Samples) -> Samples:
         """The samples with the parts of the reward that count. An episode that failed has no reward in any case."""

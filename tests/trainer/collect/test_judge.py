@@ -76,6 +76,11 @@ def test_a_sample_that_no_function_judges_has_no_reward_beside_tools(model, tmp_
         options = {"reward__function": f"{HERE}:not_for_sun", "environment": environment, "data__chat": True}
         judge = Judge(toy_config(model, tmp_path, **options), tokenizer, World())
         assert judge.score(prompts, samples).has_reward_B.tolist() == expected
+    kinds = {"sum": {"tools": ["tools.py:add"]}, "game": {"name": "games:Game"}}
+    options = {"reward__function": f"{HERE}:not_for_sun", "environments": kinds, "data__chat": True}
+    judge = Judge(toy_config(model, tmp_path, **options), tokenizer, World())
+    prompts = Prompts(["sun", "sun"], [[1], [2]], {"environment": ["sum", "game"]})
+    assert str(judge.score(prompts, samples).reward_B.tolist()) == "[nan, 0.0]"
 
 
 def test_functions_see_the_whole_answer_where_the_model_continues_one(model, tmp_path):
