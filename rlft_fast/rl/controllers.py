@@ -1,5 +1,6 @@
 """Coefficients that change during a run. What they hold is a few numbers, which a checkpoint keeps as JSON."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,7 +26,12 @@ class AdaptiveKL:
     horizon: int
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Takes note of the mean divergence per token of `num_sequences` sequences."""
+        """Takes note of the mean divergence per token of `num_sequences` sequences.
+
+        NaN, of a step that is left out, changes nothing: no later step could be learned with such a weight.
+        """
+        if math.isnan(kl):
+            return
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * min(num_sequences / self.horizon, 1.0)  # beyond 5 horizons it would be negative
 
@@ -50,7 +56,9 @@ class AdaptiveEntropy:
         self.weight = self.weight or self.coef
 
     def update(self, entropy: float) -> None:
-        """Takes note of the mean entropy of an optimizer step."""
+        """Takes note of the mean entropy of an optimizer step; NaN, of a step that is left out, changes nothing."""
+        if math.isnan(entropy):
+            return
         self.weight = max(self.weight + (self.step if entropy < self.target else -self.step), 0.0)
         self.coef = self.weight if entropy <= self.target else 0.0
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -12,8 +14,9 @@ def test_adaptive_kl_by_hand():
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.2)
     controller.update(kl=0.0, num_sequences=500)
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.2 * 0.9)
-    controller.update(kl=0.05, num_sequences=1000)
-    assert controller.coef == pytest.approx(0.1 * 1.01 * 1.2 * 0.9)
+    for kl in (0.05, math.nan):  # of a step that is left out
+        controller.update(kl=kl, num_sequences=1000)
+        assert controller.coef == pytest.approx(0.1 * 1.01 * 1.2 * 0.9)
 
 
 def test_adaptive_kl_stays_positive_where_a_step_has_many_horizons():
@@ -25,11 +28,11 @@ def test_adaptive_kl_stays_positive_where_a_step_has_many_horizons():
 def test_adaptive_entropy_by_hand():
     controller = AdaptiveEntropy(coef=0.01, target=0.5, step=0.005)
     coefficients = []
-    for entropy in (0.4, 0.4, 0.6, 0.6, 0.6, 0.6, 0.6, 0.4):
+    for entropy in (0.4, math.nan, 0.4, 0.6, 0.6, 0.6, 0.6, 0.6, 0.4):
         controller.update(entropy)
         coefficients.append(controller.coef)
-    # Grows below the target; above it falls unseen, to 0 and no further.
-    assert coefficients == pytest.approx([0.015, 0.02, 0, 0, 0, 0, 0, 0.005])
+    # Grows below the target; above it falls unseen, to 0 and no further. A step that is left out has no entropy.
+    assert coefficients == pytest.approx([0.015, 0.015, 0.02, 0, 0, 0, 0, 0, 0.005])
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
