@@ -45,7 +45,7 @@ from rlft_fast.trainer.prompts.messages import (
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.prompts.runs import load_data, load_held_out, load_training
 from rlft_fast.trainer.prompts.streaming import StreamError, stream_prompts
-from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
+from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, with_start
 
 __all__ = [
     "COLUMNS",
@@ -94,6 +94,7 @@ __all__ = [
     "start_of_texts",
     "stream_prompts",
     "tools_of",
+    "with_start",
     "with_words",
     "without_nulls",
     "words_of",

@@ -18,7 +18,7 @@ from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages,
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, are_written, find_mistake, is_plain
 from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, prompt_column, read_sets
-from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts
+from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, with_start
 
 T = TypeVar("T")
 
@@ -421,8 +421,7 @@ def _encode(row: int, text: str, name: str, start: list[int]) -> Encoding[list[i
         raise ValueError(
             f"{name}: row {row} (counted from 0) becomes no token, as the model reads it: {brief(repr(text))}"
         )
-    missing = next(n for n in range(len(start) + 1) if ids[: len(start) - n] == start[n:])
-    return start[:missing] + ids
+    return with_start(ids, start)
 
 
 def name_rows(rows: list[int]) -> str:

@@ -124,3 +124,14 @@ def start_of_texts(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer puts before every text, such as BOS."""
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
+
+
+def with_start(ids: list[int], start: list[int]) -> list[int]:
+    """The tokens of a text behind what the tokenizer puts before it, of which the text may have a part itself.
+
+    Args:
+        ids: of the text.
+        start: see `start_of_texts`.
+    """
+    missing = next(n for n in range(len(start) + 1) if ids[: len(start) - n] == start[n:])
+    return [*start[:missing], *ids]

@@ -42,6 +42,7 @@ from rlft_fast.trainer.prompts import (
     row_images,
     start_of_texts,
     tools_of,
+    with_start,
     without_nulls,
 )
 from rlft_fast.trainer.supervised.spans import AssistantSpans, Span, Written, alternating, cut_text
@@ -349,8 +350,8 @@ class Reader:
             if 1 not in taught:
                 raise ValueError("its text becomes no token")
             added = [end] * (ids[-1] != end)
-            sizes = [len(self.start) + taught.count(0), taught.count(1) + len(added)]
-            return self._checked([*self.start, *ids, *added], alternating(sizes))
+            whole, num_taught = [*with_start(ids, self.start), *added], taught.count(1) + len(added)
+            return self._checked(whole, alternating([len(whole) - num_taught, num_taught]))
 
         return Written(cut.texts, make)
 

@@ -1,9 +1,11 @@
 """Rows of data as tokens, and rows that are refused."""
 
+import copy
 import json
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlft_fast.config import SFTDataConfig
@@ -62,6 +64,20 @@ def test_texts_without_a_template(tokenizer, tmp_path):
     rows = load(tokenizer, tmp_path, [{"prompt": "a?", "completion": " b"}], chat=False)
     assert shown(tokenizer, rows, 0) == ("a? b<eos>", " b<eos>")
     assert rows.token_ids[0][-1] == EOS_TOKEN_ID
+
+
+def test_a_text_has_one_start(tokenizer, tmp_path):
+    """As a prompt of a run of rl, whether the text has the tokenizer's BOS itself or not."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    start = [("<bos>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=start)
+    given = [{"text": "ab"}, {"text": "<bos>ab"}]
+    given += [{"prompt": prompt, "completion": "b"} for prompt in ("a", "<bos>a")]
+    rows = load(tokenizer, tmp_path, given, chat=False)
+    assert [tokenizer.decode(ids) for ids in rows.token_ids] == ["<bos>ab<eos>"] * 4
+    taught = [[True] * 3] * 2 + [[False, True, True]] * 2
+    assert [own[1:].tolist() for own in rows.is_taught] == taught
 
 
 def test_a_tokenizer_that_adds_spaces_joins_texts_as_they_are(tmp_path):
