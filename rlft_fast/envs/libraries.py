@@ -82,7 +82,8 @@ class TextArena:
 class ReasoningGym:
     """A problem of a reasoning-gym task, which one reply answers. ``reset`` gets the column ``seed`` of a row.
 
-    The answer is the text within the last ``<answer>…</answer>``, or the whole reply.
+    The answer is the text within the last ``<answer>…</answer>``, or the whole reply. An answer that the task cannot
+    read has the reward 0.
     """
 
     name: ClassVar[str]
@@ -99,7 +100,14 @@ class ReasoningGym:
     def step(self, message: Message) -> _Step:
         before, closed, _ = message["content"].rpartition("</answer>")
         answer = before.rpartition("<answer>")[2] if closed else message["content"]
-        return [], float(self.task.score_answer(answer.strip(), self.entry)), True
+        return [], self._score(answer.strip()), True
+
+    def _score(self, answer: str) -> float:
+        try:
+            return float(self.task.score_answer(answer, self.entry))
+        except Exception:
+            self.task.score_answer(self.entry["answer"], self.entry)  # raises where the entry is at fault
+            return 0.0
 
     def _make(self, seed: int) -> Any:
         return self.library.create_dataset(self.name, size=1, seed=seed, **self.options)

@@ -52,6 +52,13 @@ def test_a_task_of_reasoning_gym_is_one_turn(play):
     assert answer == ([], 1.0, True)
 
 
+@needs("reasoning_gym")
+def test_an_answer_that_a_task_of_reasoning_gym_cannot_read_has_no_reward(play):
+    """As in `reasoning_gym_reward`. The episode is not left out."""
+    _, answers, _ = play("reasoning_gym:prime_factorization", [says("no idea"), says("<answer>a, b</answer>")])
+    assert answers == [([], 0.0, True)] * 2
+
+
 ECHO = """
 import gymnasium
 
