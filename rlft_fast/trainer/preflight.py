@@ -181,7 +181,7 @@ def _reward_of_first(inputs: Inputs) -> str:
     """What the functions give for one answer, the text of the first prompt."""
     functions, first = inputs.judge.functions, inputs.prompts.select([0])
     try:
-        (parts,) = functions.score(*first.answered(first.texts), first.token_ids, first.columns)
+        (parts,) = functions.score(*inputs.judge.answered(first, first.texts), first.token_ids, first.columns)
     finally:
         inputs.judge.close()
     if not parts:

@@ -341,6 +341,16 @@ def test_a_dry_run_calls_the_reward_function(function, message, toy_file, capsys
     assert message in capsys.readouterr().err
 
 
+def test_a_dry_run_gives_messages_to_a_function_that_takes_them(toy_file, tiny_model, tmp_path, capsys):
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    judge = tmp_path / "judge.py"
+    judge.write_text("def length(completions, **_):\n    return [len(own[0]['content']) for own in completions]\n")
+    options = ["--model", str(folder), "--data.chat", "true", "--reward.conversational", "true"]
+    assert main(["train", toy_file, "--dry-run", *options, "--reward.function", f"{judge}:length"]) == 0
+    assert f"{judge}:length: 3 for the first prompt's own text as an answer" in capsys.readouterr().out
+
+
 def test_demo_refuses_an_output_that_is_a_file(tmp_path, capsys):
     (tmp_path / "demo").touch()
     assert main(["demo", "--output", str(tmp_path / "demo")]) == 1

@@ -154,12 +154,21 @@ class Judge:
         for function in self.functions.functions.values():
             check_columns(function, prompts.columns, what)
             if isinstance(function, ServerReward):
-                (prompt,), (answer,) = self._answered(prompts.select([0]), [_ANSWER])
+                (prompt,), (answer,) = self.answered(prompts.select([0]), [_ANSWER])
                 function.check(prompt, answer, {name: values[0] for name, values in prompts.columns.items()})
             if self.world.is_first:
                 warn_of_missing_values(function, prompts.columns, what)
         for reader in self.readers.values():
             reader.check(prompts, what)
+
+    def answered(self, prompts: Prompts, texts: Sequence[str]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Prompts and whole answers as functions get them.
+
+        Args:
+            prompts: N prompts.
+            texts: N texts that the policy has added to the prompts.
+        """
+        return prompts.answered_messages(texts) if self.config.reward.conversational else prompts.answered(texts)
 
     def use_models(self, engines: Mapping[str, Engine]) -> None:
         """Scores with the engines of the reward models from now on.
@@ -183,11 +192,7 @@ class Judge:
         if not len(own):  # there are fewer prompts than processes: functions need not know what to do with nothing
             return [], []
         asked, texts = prompts.select(own.row_B.tolist()), self._decode(own)
-        return texts, self.functions.score(*self._answered(asked, texts), own.sampled_ids(), asked.columns)
-
-    def _answered(self, prompts: Prompts, texts: Sequence[str]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Prompts and answers as functions get them."""
-        return prompts.answered_messages(texts) if self.config.reward.conversational else prompts.answered(texts)
+        return texts, self.functions.score(*self.answered(asked, texts), own.sampled_ids(), asked.columns)
 
     def _decode(self, samples: Samples) -> list[str]:
         """What the policy has written, as functions, other models and the log read it."""

@@ -250,7 +250,7 @@ def test_a_question_to_a_judge_is_made_of_messages(conversations, model, tmp_pat
     judge = Judge(toy_config(model, tmp_path, reward={"server": server, "conversational": True}), tokenizer, World())
     judge.check(chats, "the data")
     (function,) = judge.functions.functions.values()
-    asked = [function.judge.body(*pair, {}) for pair in zip(*judge._answered(chats, ["5", "4"]), strict=True)]
+    asked = [function.judge.body(*pair, {}) for pair in zip(*judge.answered(chats, ["5", "4"]), strict=True)]
     assert [json.loads(body)["messages"][0]["content"] for body in asked] == ["2+2? it is 5", "2+2? 4"]
     with pytest.raises(ValueError, match=r"judge\.prompt cannot be applied: .* has no attribute 'content'"):
         judge.check(prompts, "the data")  # whose first row is a text
