@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -103,6 +104,7 @@ def _run(file: int, open_door: Callable[[], Door], most_characters: int) -> NoRe
     for stream in (1, 2):  # 64 episodes print at once, and a million lines of one would fill a disk
         os.dup2(null, stream)
     os.write(file, PID.pack(os.getpid()))
+    _draw_anew()
     pid, loop = os.getpid(), asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     own: list[Door] = []
@@ -115,6 +117,16 @@ def _run(file: int, open_door: Callable[[], Door], most_characters: int) -> NoRe
             while data:
                 data = data[os.write(file, data) :]
     os._exit(0)
+
+
+def _draw_anew() -> None:
+    """Gives NumPy and torch random states of the episode's own, as Python's module has them after a fork.
+
+    Those of the worker never change: all episodes of a run would draw the same numbers.
+    """
+    for name in ("numpy.random", "torch"):
+        if (module := sys.modules.get(name)) is not None:
+            module.seed()
 
 
 async def _answer(

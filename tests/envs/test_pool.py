@@ -64,6 +64,20 @@ def test_tools_as_trl_writes_them(pool):
     assert shop.end([number]) == {number: {"reward": 2.0}}
 
 
+def test_episodes_draw_other_random_numbers(pool, tmp_path):
+    """They are forked from one process, whose random states never change."""
+    (tmp_path / "dice.py").write_text(
+        "import random, numpy.random\nclass Dice:\n    def step(self, message): ...\n    def reset(self, **row):\n"
+        "        return f'{random.getrandbits(30)} {numpy.random.randint(1 << 30)}'\n"
+    )
+    dice = pool(f"{tmp_path}/dice.py:Dice")
+    thrown = []
+    for _ in range(2):
+        begun = dice.reset({number: {} for number in dice.open(["", ""])})
+        thrown += [answer["messages"][0]["content"].split() for answer in begun.values()]
+    assert [len({*column}) for column in zip(*thrown, strict=True)] == [4, 4]
+
+
 def test_a_column_and_an_argument_may_have_any_name(pool):
     functions = pool("Functions", columns=("prompt", "function"))
     (number,) = functions.open([""])
