@@ -1,6 +1,7 @@
 """How far a run has come: what its checkpoints hold beside the models."""
 
 import json
+import math
 import os.path
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -96,9 +97,11 @@ class Progress:
         self.tokens += round(metrics["tokens_per_second"] * metrics["seconds"])
 
     def is_best(self, name: str, value: float | None) -> bool:
-        """Whether the value is better than all values so far; None is no value. The best loss is the lowest."""
-        if value is None or self.best is None:
-            return value is not None
+        """Whether the value is better than all values so far; None and NaN are none. The best loss is the lowest."""
+        if value is None or math.isnan(value):
+            return False
+        if self.best is None:
+            return True
         return value < self.best["value"] if name.startswith("held_out_loss") else value > self.best["value"]
 
     def is_beaten(self, name: str, run: Path) -> bool:

@@ -1,6 +1,7 @@
 """What a run leaves in its folder: logs, checkpoints, the best policy, the model and the summary."""
 
 import json
+import math
 import os
 import signal
 from collections.abc import Mapping
@@ -238,6 +239,7 @@ def test_the_best_loss_is_the_lowest_and_the_best_accuracy_the_highest():
     for name, better in (("accuracy_glossary", 0.6), ("held_out_loss_sums", 0.4), ("held_out_pair_accuracy", 0.6)):
         assert progress.is_best(name, better)
         assert not progress.is_best(name, 1 - better)
+        assert [Progress().is_best(name, value) for value in (None, math.nan, -9.0)] == [False, False, True]
 
 
 def test_the_best_policy_survives_a_run_that_goes_on(tmp_path):
