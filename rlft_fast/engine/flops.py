@@ -6,14 +6,14 @@ Attention counts as causal over whole sequences, also where a model's layers see
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlft_fast.data import Batch, count_tokens
-from rlft_fast.models import PolicyModel, RLModel
+from rlft_fast.models import PolicyModel, RLModel, layer_configs
 
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
 """FLOP/s of dense bfloat16 by a part of the GPU's name, from the vendor's data sheets; the first that fits counts."""
@@ -59,14 +59,19 @@ def model_flops(model: RLModel, *, backward: bool = True) -> ModelFlops:
     """
     per_active = _per_token(model.head.weight, backward) if isinstance(model, PolicyModel) else 0.0
     config = model.pretrained.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", 0)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    width = sum(map(_attention_width, layer_configs(config)))
     return ModelFlops(
         per_token=sum(_per_token(weight, backward) * share for weight, share in _matrices(model)),
         per_active=per_active,
-        per_pair=4 * config.num_hidden_layers * heads * head_dim * (3 if backward else 1),
+        per_pair=4 * width * (3 if backward else 1),
         is_padded=bool(model.padded_because),
     )
+
+
+def _attention_width(config: Any) -> int:
+    """Columns of the queries of a layer."""
+    heads = getattr(config, "num_attention_heads", 0)
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
 
 
 def _per_token(weight: Tensor, backward: bool) -> float:

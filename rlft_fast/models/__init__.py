@@ -25,6 +25,7 @@ from rlft_fast.errors import names_on_first_use
 if TYPE_CHECKING:
     from rlft_fast.models.adapters import adapter_parameters, add_lora, disabled_lora, low_rank_factors
     from rlft_fast.models.architectures import (
+        layer_configs,
         padded_attention,
         padded_implementation,
         require_divisible_heads,
@@ -128,6 +129,7 @@ __all__ = [
     "hidden_size",
     "image_family",
     "keeps_float32",
+    "layer_configs",
     "load",
     "load_critic",
     "load_policy",

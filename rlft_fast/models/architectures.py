@@ -149,6 +149,18 @@ def require_packed_attention(model: PreTrainedModel) -> None:
         )
 
 
+def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The configuration of each layer of a text model. Layers of Gemma 4 differ in their heads.
+
+    Args:
+        config: of the text model. It raises an error where it is asked for what differs.
+    """
+    layers = range(config.num_hidden_layers)
+    if not getattr(config, "is_heterogeneous", False):  # new in transformers 5
+        return [config for _ in layers]
+    return [config.per_layer_config[layer] for layer in layers]
+
+
 def require_divisible_heads(backbone: PreTrainedModel, sequence_parallel: int, padded_because: str = "") -> None:
     """Requires that `sequence_parallel` ranks can share the model's attention heads evenly.
 

@@ -11,7 +11,7 @@ from rlft_fast.models import load_critic, load_policy
 LENGTH = 24
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma4", "mixtral"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_flops_are_those_of_the_products(name, backward, tiny_model):
     model = load_critic(tiny_model(name)).float()

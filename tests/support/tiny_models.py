@@ -16,6 +16,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     Idefics3Config,
@@ -104,6 +106,13 @@ MORE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     }),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA | {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+    # Layers differ in their heads, and the last two have the keys and values of the first two.
+    "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig, {
+        "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "sliding_window": SLIDING_WINDOW, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCAB_SIZE, "final_logit_softcapping": 5.0,
     }),
     # One dense layer, then experts; values have another width than queries and keys.
     "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config, {

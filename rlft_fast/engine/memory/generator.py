@@ -1,6 +1,7 @@
 """The memory that generation needs per rank, from the configuration and the policy's config.json."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -8,7 +9,7 @@ from rlft_fast.config import Config
 from rlft_fast.engine.memory.engine import local_numel
 from rlft_fast.engine.sharding import is_wrapped
 from rlft_fast.engine.weight_sync import BUCKET_BYTES
-from rlft_fast.models import PolicyModel
+from rlft_fast.models import PolicyModel, layer_configs
 
 _LOGIT_COPIES = 3  # float32 copies of the last position's logits: raw, scaled, probabilities
 
@@ -108,17 +109,12 @@ class GeneratorMemory:
     def _sequence_bytes(self, length: int, *, windows: bool = True) -> int:
         """Bytes of the keys and values of one sequence, in layers with a window of the window alone, or of all."""
         config = self.model.backbone.config.get_text_config()
-        if not getattr(config, "num_attention_heads", None):  # its states are small, and do not grow
-            return 0
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        key_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        value_width = getattr(config, "v_head_dim", None) or key_width
-        if getattr(config, "qk_nope_head_dim", None):  # DeepSeek: the cache has separate keys for every head
-            heads, key_width = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         window = (getattr(config, "sliding_window", None) if windows else None) or length
-        tokens = sum(min(length, window) if kind == "sliding_attention" else length for kind in types)
-        return self.width * heads * (key_width + value_width) * tokens
+        layers = zip(map(_cached_width, layer_configs(config)), types, strict=True)
+        return self.width * sum(
+            width * (min(length, window) if kind == "sliding_attention" else length) for width, kind in layers
+        )
 
     def _logits_bytes(self) -> int:
         return _LOGIT_COPIES * 4 * self._rows()[0] * self.model.head.weight.shape[0]
@@ -127,3 +123,15 @@ class GeneratorMemory:
     def bucket_bytes(self) -> int:
         """Bytes for sending weights to vLLM: the bucket, if weights are sharded, and the largest weight whole."""
         return BUCKET_BYTES * self.wrapped + self.width * max(p.numel() for p in self.model.parameters())
+
+
+def _cached_width(config: Any) -> int:
+    """Numbers that the cache of a layer has for each token."""
+    if not getattr(config, "num_attention_heads", None):  # its states are small, and do not grow
+        return 0
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    key_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    value_width = getattr(config, "v_head_dim", None) or key_width
+    if getattr(config, "qk_nope_head_dim", None):  # DeepSeek: the cache has separate keys for every head
+        heads, key_width = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+    return heads * (key_width + value_width)

@@ -197,6 +197,13 @@ def test_what_generate_takes(has_turns, tmp_path):
     assert measured < planned < 1.25 * measured
 
 
+def test_the_cache_of_a_layer_has_its_own_heads(tiny_model, tmp_path):
+    """Of two layers of each kind: two heads of 8 in a window of 4 tokens, and one head of 16."""
+    path = tiny_model("gemma4")
+    memory = GeneratorMemory(toy_config(path, tmp_path), load_policy(path), 1, GIB, "cpu")
+    assert memory._sequence_bytes(10) == 4 * 2 * (2 * 2 * 8 * 4 + 2 * 16 * 10)
+
+
 def test_samples_of_a_narrower_dtype_need_a_copy_of_the_weights(tmp_path):
     path = save_model(tmp_path, width=64)
     model, sizes = load_policy(path), {"rollout__prompts_per_step": 4, "rollout__batch_size": 1}
