@@ -118,8 +118,9 @@ def _is_frozen(layer: nn.Linear) -> bool:
 def _check_no_experts(model: RLModel) -> None:
     """Refuses all-linear for experts, whose matrices are no linear layers. peft before 0.19 would leave them out."""
     layers = [*model.pretrained.named_modules()]
+    # A tower may have the vectors of all its positions in one tensor (1, positions, width).
     experts = [f"{name}.{key}" for name, layer in layers for key, x in layer.named_parameters(recurse=False)
-               if x.dim() == 3 and x.requires_grad and not isinstance(layer, nn.Conv1d)]  # fmt: skip
+               if x.dim() == 3 and len(x) > 1 and x.requires_grad and not isinstance(layer, nn.Conv1d)]  # fmt: skip
     if experts:
         linear = {name.rpartition(".")[2]: None for name, layer in layers if isinstance(layer, nn.Linear)}
         raise ValueError(

@@ -10,7 +10,14 @@ from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
-from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
+from tests.engine.reference import (
+    make_engine,
+    near_policy,
+    policy_loss,
+    random_batch,
+    random_image_batch,
+    value_loss,
+)
 from tests.support.machine.distributed import run_distributed
 
 BLOCKS = {"rank": 4, "alpha": 8}
@@ -59,6 +66,22 @@ def test_merged_export_is_the_trained_model(lora, name, tiny_model, tmp_path):
     before_T, _ = reference.plain_logprob_and_entropy(tiny_model(name), random_batch())
     assert (logprob_T - before_T).abs().max() > 0.05  # it did learn something
     torch.testing.assert_close(infer(engine).double(), logprob_T, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["internvl", "gemma3-vision"])
+def test_vectors_of_a_tower_are_no_experts(name, tiny_model, tmp_path):
+    """Those of all positions are one tensor of three dimensions."""
+    path, batch = tiny_model(name), random_image_batch(name=name)
+    engine = make_engine(path, config={"lora": BLOCKS}, max_tokens=80, optimizer=BIG_STEPS)
+    before_T = engine.infer(batch, ("logprob",))["logprob"]
+    for _ in range(2):
+        engine.train_step(near_policy(batch, before_T), policy_loss())
+    export_hf(engine, tmp_path)
+    logprob_T, _ = reference.plain_logprob_and_entropy(tmp_path, batch)
+    assert (logprob_T - before_T).abs().max() > 0.05
+    torch.testing.assert_close(
+        engine.infer(batch, ("logprob",))["logprob"].double(), logprob_T, rtol=0, atol=2e-5
+    )  # fmt: skip
 
 
 def test_disabled_adapters_are_the_model_before(tiny_model):
