@@ -162,6 +162,9 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
         raise ValueError(f"cannot build the model in {path}: {type(error).__name__}: {error}") from error
     require_causal(model)
     mark_quantized(model, quantizer)
+    for parameter in model.parameters():  # a class may make some in float32, whatever dtype is asked for
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
     for name, buffer in model.named_buffers():
         if keeps_float32(model, name):  # transformers does so where it loads weights, and not where it builds a model
             buffer.data = buffer.float()

@@ -193,7 +193,7 @@ def _factor(hidden: Tensor | None, at_head: Tensor) -> float | None:
     """c, if the head got c times the random hidden states, else None. It is None, too, if the backbone itself ran."""
     if hidden is None or hidden.shape != at_head.shape or hidden.is_meta or at_head.is_meta:
         return None
-    if torch.equal(hidden, at_head):
+    if torch.equal(hidden.to(at_head.dtype), at_head):  # Mamba rounds them to the dtype of the head, as heads here do
         return 1.0
     wide, result = hidden.double(), at_head.double()
     factor = float((wide * result).sum() / (wide * wide).sum())

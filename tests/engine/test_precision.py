@@ -6,11 +6,15 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM, MambaForCausalLM
 
 from rlft_fast.config import EngineConfig
+from rlft_fast.models import build_policy
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
+from tests.engine.models.every_architecture import small_model
 from tests.engine.reference import make_engine, policy_loss, random_batch
+from tests.support.tiny_models import VOCAB_SIZE
 
 PURE = {"param_dtype": "bfloat16"}
 
@@ -25,6 +29,29 @@ def test_masters_are_the_weights_of_the_file(tiny_model):
     reference.assert_equal(weights, {name: file[name] for name in weights})
     for name, parameter in engine.model.model.named_parameters():
         assert torch.equal(reference.full(parameter), file[name].bfloat16())
+
+
+def test_weights_that_a_class_makes_in_float32_have_masters(tmp_path):
+    """Those of Ernie's routers."""
+    config = Ernie4_5_MoeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, moe_num_experts=4, moe_k=2, moe_layer_start_index=1,
+        pad_token_id=None, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Ernie4_5_MoeForCausalLM(config).save_pretrained(tmp_path)
+    engine = make_engine(tmp_path, dtype="bfloat16", config=PURE)
+    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
+    name, file = "model.layers.1.mlp.gate.weight", load_file(tmp_path / "model.safetensors")
+    before = reference.weights(engine)[name]
+    assert torch.equal(before, file[name])
+    engine.train_step(random_batch(), policy_loss())
+    assert not torch.equal(reference.weights(engine)[name], before)
+
+
+def test_a_policy_that_rounds_its_hidden_states_for_its_head(tmp_path):
+    small_model("mamba", MambaForCausalLM).save_pretrained(tmp_path)
+    assert build_policy(tmp_path, torch.bfloat16).hidden_scale == 1.0
 
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])
