@@ -103,6 +103,8 @@ class Run:
         if resume and not force and self.checkpoints.latest() is not None:
             by_first(self.world, lambda: require_same(self.directory, identity))
         state = self.checkpoints.load(self.trainer.models.trained, step) if resume else None
+        if state is not None:  # which the trainer may refuse, before the folder changes
+            self.trainer.load_state(Progress.of_checkpoint(state, self.config).trainer)
         goes_back = state is not None and step is not None and self._go_back(step, state)
         by_first(self.world, lambda: claim(self.directory, identity, resume=bool(resume) and not goes_back))
         if self.world.is_first:

@@ -14,7 +14,7 @@ from rlft_fast.trainer import PPOTrainer, Prompts, train
 from rlft_fast.trainer.collect.curriculum import Curriculum
 from rlft_fast.trainer.collect.experience import early_stop_metrics, rows_with_signal
 from tests.support.runs.samples import samples_of
-from tests.trainer.toy import HERE, comparable, read_lines, toy_config
+from tests.trainer.toy import HERE, comparable, read_lines, toy_config, write_rows
 
 
 def curriculum(tmp_path, num_prompts: int = 40, **changes) -> Curriculum:
@@ -144,6 +144,18 @@ def test_estimates_of_more_data_are_refused(tmp_path):
     without = curriculum(tmp_path, num_prompts=30, algorithm__curriculum=0.0)
     without.load_state(state)  # as the message says
     assert without.choose(0, 0).num_streamed == 8
+
+
+def test_a_run_that_is_refused_keeps_its_folder(tiny_model, tmp_path):
+    """Fewer rows are refused in spite of --force. The run then goes on with its own, without --force."""
+    rows = {"data__path": str(write_rows(tmp_path / "few.jsonl", [{"prompt": "sun", "answer": 3}] * 2))}
+    config = lambda **changes: toy_config(tiny_model("shallow"), tmp_path, algorithm__curriculum=0.5, **changes)  # noqa: E731
+    train(config(steps=1))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"of the training data, which now has 2 rows"):
+        train(config(steps=2, **rows), resume=True, force=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert train(config(steps=2), resume=True)["steps"] == 2
 
 
 # ---- the first samples ----------------------------------------------------------------------------------------------
