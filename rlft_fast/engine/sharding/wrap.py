@@ -192,9 +192,14 @@ def reduce_gradients(model: nn.Module, is_last: bool, every_micro_batch: bool) -
             gradients, because the copies are often on different machines.
         every_micro_batch: reduce after each micro-batch, not only the last, among the ranks that share one copy.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last or every_micro_batch)
-        model.set_requires_all_reduce(is_last)
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(is_last or every_micro_batch)
+    model.set_requires_all_reduce(is_last)
+    for unit in model.modules():
+        # Without the reduction, FSDP fails at a unit that never runs, such as a block of a frozen tower.
+        if isinstance(unit, FSDPModule) and _is_frozen(unit):
+            unit.set_requires_gradient_sync(True, recurse=False)
 
 
 def hand_over_gradients(model: nn.Module) -> None:
@@ -224,6 +229,11 @@ def discard_gradients(model: nn.Module) -> None:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
     model.zero_grad(set_to_none=True)
+
+
+def _is_frozen(unit: FSDPModule) -> bool:
+    """Whether no weight of a unit trains, so that there is nothing to reduce."""
+    return not any(x.sharded_param.requires_grad for group in _groups(unit) for x in group.fsdp_params)
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

@@ -17,3 +17,8 @@ def test_a_model_without_attention_is_planned_and_gets_no_sequence_parallelism(t
     run = toy_config(tmp_path / "model", tmp_path, actor__activation_checkpointing="none")
     assert plan_memory(run, 2, 1e9).fits(1e9)
     assert dict(_stronger(run, run_roles(run)["actor"], 2, set()))["sequence_parallel"] == []
+
+
+def test_a_tower_that_never_runs_is_planned(tiny_model, tmp_path):
+    plan = plan_memory(toy_config(tiny_model("llava-next"), tmp_path), 2, 1e9)
+    assert plan.fits(1e9)

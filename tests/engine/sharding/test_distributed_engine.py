@@ -174,3 +174,15 @@ def test_steps_and_export_on_two_processes(tiny_model, tmp_path):
     logprob_T, _ = reference.plain_logprob_and_entropy(export, random_batch())
     for rank in range(2):
         torch.testing.assert_close(torch.load(export / f"rank{rank}.pt").double(), logprob_T, rtol=0, atol=1e-5)
+
+
+def check_tower(rank: int, path: Path, expected: float) -> None:
+    engine = make_engine(path, max_tokens=24, dtype="bfloat16")
+    assert engine.train_step(random_batch(), policy_loss())["grad_norm"] == pytest.approx(expected, rel=0.01)
+
+
+def test_a_tower_that_never_runs_in_micro_batches_of_a_narrow_dtype(tiny_model):
+    """It has no gradients that FSDP could keep in float32 until the last micro-batch."""
+    path = tiny_model("llava-next")
+    expected = make_engine(path, max_tokens=24, dtype="bfloat16").train_step(random_batch(), policy_loss())
+    run_distributed(check_tower, 2, path, expected["grad_norm"])
