@@ -7,6 +7,7 @@ of the model: weights are gathered inside a group, and only gradients cross grou
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -99,6 +100,39 @@ def device_memory(device: torch.device) -> int:
 
 
 def host_memory() -> int:
-    """Bytes of the machine's memory, divided by the number of ranks on the machine."""
+    """Bytes of memory that the processes of a machine may have, divided by the number of ranks on the machine.
+
+    A container or a job of a cluster may have less than the machine: the kernel kills a process that takes more.
+    """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min([machine, *memory_limits()]) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def memory_limits(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Bytes that Linux allows the control groups of a process, from its own group up to the root.
+
+    Args:
+        process: names the groups of the process, one of each hierarchy in a line.
+        mount: where the hierarchies are: that of version 2 itself, and version 1's for memory in a folder.
+    """
+    limits = []
+    for line in _lines(process):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, name = mount, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = mount / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        parts = Path(path.lstrip("/")).parts  # of the host, where a container sees its own group as the root
+        for i in range(len(parts) + 1) if ".." not in parts else [0]:
+            limits += [int(found) for found in _lines(root.joinpath(*parts[:i], name)) if found.isdecimal()]
+    return limits
+
+
+def _lines(file: Path) -> list[str]:
+    """None where the file is missing, as on other systems, or may not be read."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlft_fast.engine.sharding.build import state_bytes
-from rlft_fast.engine.sharding.mesh import device_memory, resolve_shard_size
+from rlft_fast.engine.sharding.mesh import device_memory, memory_limits, resolve_shard_size
 from tests.engine.reference import make_engine
 
 GIB = 2**30
@@ -59,3 +59,28 @@ def test_processes_share_the_memory_of_a_machine(monkeypatch):
     whole = device_memory(torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert device_memory(torch.device("cpu")) == whole // 4
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limits"),
+    [
+        ("0::/job/step\n", {"job/memory.max": "3000", "job/step/memory.max": "max"}, [3000]),
+        ("0::/job/step\n", {"job/memory.max": "3000", "job/step/memory.max": "2000"}, [3000, 2000]),
+        ("0::/\n", {"memory.max": "1000", "other/memory.max": "1"}, [1000]),  # a container is the root of its own
+        ("0::/../other\n", {"memory.max": "1000", "other/memory.max": "1"}, [1000]),
+        ("9:cpu:/job\n4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "2000", "job/memory.max": "1"}, [2000]),
+        ("4:memory:/docker/1\n0::/\n", {"memory/memory.limit_in_bytes": "1000"}, [1000]),  # named as the host does
+        ("", {}, []),
+    ],
+)
+def test_limits_of_containers_and_jobs(tmp_path, groups, files, limits):
+    process, mount = tmp_path / "groups", tmp_path / "mount"
+    process.write_text(groups)
+    for name, limit in files.items():
+        (mount / name).parent.mkdir(parents=True, exist_ok=True)
+        (mount / name).write_text(f"{limit}\n")
+    assert memory_limits(process, mount) == limits
+
+
+def test_another_system_limits_nothing(tmp_path):
+    assert memory_limits(tmp_path / "missing", tmp_path) == []
