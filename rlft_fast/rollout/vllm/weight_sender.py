@@ -28,6 +28,7 @@ from rlft_fast.rollout.vllm.answers import Answer, AnswerError, read_answer
 
 _CONNECT_S = 60.0
 _SEND_TIMEOUT_S = 60.0  # of a receiver that takes no byte
+_AT_ONCE_BYTES = 2**20  # the time of a socket is for a whole `sendall`: at 20 kB/s a receiver still takes bytes
 TIMEOUT_S = 300.0  # of a sender that sends none, since it waits for its other receivers
 _SECRET_S = 5.0
 _MOST_WAITING = 64  # connections that have not shown the secret yet
@@ -145,7 +146,8 @@ class _Link:
     def send(self, header: bytes, data: memoryview) -> None:
         for connection in self.connections:
             connection.sendall(header)
-            connection.sendall(data)
+            for start in range(0, len(data), _AT_ONCE_BYTES):
+                connection.sendall(data[start : start + _AT_ONCE_BYTES])
 
     def finish(self, version: str) -> None:
         for connection in self.connections:

@@ -172,6 +172,37 @@ def test_the_secret_has_a_time_in_all(monkeypatch, byte_s):
         assert 0.25 < time.monotonic() - started < 2
 
 
+@pytest.mark.parametrize("takes", [True, False], ids=["slow", "silent"])
+def test_a_receiver_has_time_while_it_takes_bytes(monkeypatch, takes):
+    """A slow one needs far longer for the weight than a silent one is waited for."""
+
+    class Slow(Receiving):
+        num_workers = 1
+
+        def read(self, address: tuple[str, int], secret: str) -> list[Piece]:
+            with socket.create_connection(address, 10) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+                connection.sendall(secret.encode())
+                with connection.makefile("rb") as file, contextlib.suppress(ConnectionError):
+                    file.read(struct.unpack("!I", file.read(4))[0])  # the header
+                    left = weight.numel()
+                    while takes and left and (found := file.read1(min(left, 2**17))):
+                        left -= len(found)
+                        time.sleep(0.005)
+                    time.sleep(0 if takes else 1)
+                    file.read(len(END))
+            return []
+
+    monkeypatch.setattr(weight_sender, "_SEND_TIMEOUT_S", 0.4)
+    weight = torch.zeros(12 * 2**20, dtype=torch.uint8)
+    started = time.monotonic()
+    failures = send_weights([Piece("w", (weight.numel(),), 0, weight, borrowed=True)], [Slow()], "run:1")
+    assert [str(failure) for failure in failures.values()] == (
+        [] if takes else ["the connection to the receiver broke: timed out"]
+    )
+    assert time.monotonic() - started > 0.4
+
+
 def test_a_receiver_that_breaks_off(monkeypatch):
     """Its own reason is told where it gives one; the other receiver takes the weights."""
 
