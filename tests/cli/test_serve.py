@@ -138,10 +138,15 @@ def test_the_processor_of_images_gets_a_tokenizer(name, needs_tokenizer, tiny_mo
 
 
 def test_options_of_the_engine_as_flags(tiny_model):
-    options = {"max_num_batched_tokens": 64, "enforce_eager": False, "attention_config": {"backend": "x"}}
+    options = {
+        "max_num_batched_tokens": 64, "enforce_eager": False, "attention_config": {"backend": "x"},
+        "cudagraph_capture_sizes": [1, 2, 4], "num_gpu_blocks_override": None,
+    }  # fmt: skip
     rollout = Config.parse(MINIMAL | {"rollout": {"vllm": {"engine_options": options}}}).rollout
     command = " ".join(
         server_command(str(tiny_model("llama")), "float32", rollout, 64, host="h", port=8000, on_cpu=True)
     )
     assert '--max-num-batched-tokens 64 --attention-config {"backend": "x"}' in command
+    assert "--cudagraph-capture-sizes 1 2 4" in command
+    assert "num-gpu-blocks-override" not in command
     assert command.count("enforce-eager") == command.count("--no-enforce-eager") == 1  # it replaces the run's own

@@ -112,6 +112,10 @@ def _flag(name: str, value: Any) -> list[str]:
     name = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
+    if value is None:  # vLLM's default
+        return []
+    if isinstance(value, (list, tuple)):  # one word each: argparse's nargs="+"
+        return [f"--{name}", *map(str, value)] if value else []
     return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
