@@ -39,14 +39,15 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def describe_model(engine: FSDPEngine) -> dict[str, Any]:
-    """Architecture, and the shapes of all tensors that a checkpoint holds of an engine."""
+    """Architecture, the shapes of all tensors that a checkpoint holds of an engine, and the alpha of its adapters."""
     if engine.head is None:
         architecture = f"{type(engine.model).__name__} without a head"
     else:
         architectures = engine.model.pretrained.config.architectures or ["unknown"]
         architecture = f"{architectures[0]} with a {engine.head} head"
     shapes = {name: list(tensor.shape) for name, tensor in engine.state_tensors().items()}
-    return {"architecture": architecture, "shapes": shapes}
+    described = {"architecture": architecture, "shapes": shapes}
+    return described if engine.config.lora is None else described | {"lora_alpha": engine.config.lora.alpha}
 
 
 class _File(BaseModel):
@@ -57,6 +58,7 @@ class _File(BaseModel):
 class _Model(BaseModel):
     architecture: str
     shapes: dict[str, list[NonNegativeInt]]
+    lora_alpha: float | None = None  # None: no adapters, or older versions did not write it
 
 
 def _inside(name: str) -> str:

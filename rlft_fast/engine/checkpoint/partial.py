@@ -68,6 +68,7 @@ def restore_part(
     if strict:
         for name in engines:
             _check(name, own[name], sources[name], shapes[name], folder, optimizer=optimizer)
+            _check_alpha(name, engines[name], models[name], folder)
     for name, engine in engines.items():
         if sources[name]:
             load_tensors({source: own[name][key] for key, source in sources[name].items()}, folder / name, world)
@@ -129,6 +130,16 @@ def _check(
             f"checkpoint {folder} is of another model than the {name}: {'; '.join(differences)}. Adapters are in no "
             "full model's checkpoint, and a full model is in no checkpoint of adapters: export the earlier run, and "
             "give the export as the model"
+        )
+
+
+def _check_alpha(name: str, engine: FSDPEngine, saved: Mapping[str, Any], folder: Path) -> None:
+    """Raises OtherModelError for adapters that count more or less beside the weights than they did."""
+    there, lora = saved.get("lora_alpha"), engine.config.lora
+    if there is not None and lora is not None and there != lora.alpha:
+        raise OtherModelError(
+            f"the adapters of the {name} in checkpoint {folder} were trained with lora.alpha {there:g}, and "
+            f"lora.alpha is {lora.alpha:g} here: give lora the alpha of the checkpoint"
         )
 
 

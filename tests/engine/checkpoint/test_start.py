@@ -121,6 +121,16 @@ def test_an_adapter_that_does_not_fit_is_refused(tiny_model, tmp_path):
         find_start(tmp_path)
 
 
+def test_adapters_of_another_alpha_are_refused(tiny_model, tmp_path):
+    path = tiny_model("llama")
+    CheckpointManager(tmp_path / "checkpoints").save(7, {"actor": make_engine(path, config=LORA)}, {})
+    start = tmp_path / "checkpoints" / "step_00000007"
+    other = make_engine(path, config={"lora": LORA["lora"] | {"alpha": 4}})
+    with pytest.raises(ValueError, match=r"trained with lora\.alpha 8, and lora\.alpha is 4 here: give lora the alpha"):
+        load_start(other, "actor", start)
+    load_start(make_engine(path, config=LORA), "actor", start)
+
+
 def test_an_adapter_that_has_changed_its_model_is_refused(tiny_model, tmp_path):
     """PiSSA takes B A out of the weights, so that the adapter beside the folder's own weights is another model."""
     path, tokens = tiny_model("llama"), torch.arange(12)[None]
