@@ -334,7 +334,9 @@ def export_run(
         raise ValueError(f"{run} has no complete checkpoint to export")
     # The float32 masters of bfloat16 weights are in the optimizer's state, so the engine needs an optimizer.
     num_training_steps = 1 if config.actor.param_dtype == "bfloat16" else None
-    alone = {"sequence_parallel": 1, "shard_size": -1}  # the run may have had more processes than the export
+    # The run may have had more processes than the export, and a schedule of its own is for its number of steps.
+    optimizer = config.actor.optimizer.model_copy(update={"schedule": "constant"})
+    alone = {"sequence_parallel": 1, "shard_size": -1, "optimizer": optimizer}
     actor = config.actor.model_copy(update=alone)
     head, stop = run_roles(config)["actor"].head, config.rollout.stop if isinstance(config, Config) else ()
     if adapter and actor.lora is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -377,8 +378,12 @@ def test_export_run(tiny_model, tmp_path, capsys):
     "actor", [{"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}, {"lora": {"rank": 4}}], ids=["masters", "lora"]
 )
 def test_export_run_of_masters_and_adapters(actor, tiny_model, tmp_path):
-    """The float32 masters of bfloat16 weights, and adapters merged."""
+    """The float32 masters of bfloat16 weights, and adapters merged. A schedule of the run's own is not asked again."""
     engine = make_run(tiny_model("llama"), tmp_path / "run", **actor)
+    (tmp_path / "schedules.py").write_text("def falling(step, num_steps):\n    return 1 - step / (num_steps - 1)\n")
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    config["actor"]["optimizer"] = {"schedule": f"{tmp_path / 'schedules.py'}:falling"}
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(config))
     folder = export_run(tmp_path / "run")
     model = AutoModelForCausalLM.from_pretrained(folder)
     weights = reference.weights(engine)
