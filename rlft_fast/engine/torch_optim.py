@@ -23,7 +23,8 @@ from rlft_fast.ops import FusedAdamW
 from rlft_fast.plugins import suggestion
 
 _OURS = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "groups"}
-_OTHER_FORMULAS = ("maximize", "differentiable")
+# torch's first step has no dampening. Here the state exists before that step, and every step would have it.
+_OTHER_FORMULAS = ("maximize", "differentiable", "dampening")
 Group = dict[str, Any]
 
 
@@ -81,7 +82,8 @@ class TorchOptimizer:
                 if isinstance(value, Tensor) and value.dim():
                     state[key] = value.to(device)
             if inner is not parameter:
-                inner.data = inner.data.to(device)
+                # Assigned data would leave the shard of a DTensor where it is.
+                torch.utils.swap_tensors(inner, inner.detach().to(device))
 
     @torch.no_grad()
     def step(self, *, coefficient: Tensor, found_inf: Tensor) -> None:

@@ -5,11 +5,14 @@ import re
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from rlft_fast.config import ConfigError, EngineConfig, OptimizerConfig, SFTConfig
 from rlft_fast.engine.sharding import build_model
 from rlft_fast.engine.torch_optim import TorchOptimizer, moment_bytes, require_trainable
 from tests.engine import reference
+from tests.support.machine.distributed import run_distributed
 
 MAX_NORM = 0.5
 MATRIX = "model.layers.0.mlp.up_proj.weight"
@@ -85,6 +88,23 @@ def test_a_bfloat16_parameter_follows_its_float32_master():
     assert parameter[0, 0] < 1.0
 
 
+def move_masters(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4, dtype=torch.bfloat16), mesh, [Shard(0)]))
+    config = OptimizerConfig(name="torch.optim.SGD", options={"momentum": 0.5})
+    optimizer = TorchOptimizer([{"params": [parameter], "lr": 1e-4, "weight_decay": 0.0}], config)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step(coefficient=torch.ones(()), found_inf=torch.zeros(()))
+    optimizer.move_state("meta")
+    shards = {key: x.to_local().device.type for key, x in optimizer.state[parameter].items()}
+    assert shards == {"momentum_buffer": "meta", "master": "meta"}
+
+
+@pytest.mark.dist
+def test_shards_of_masters_move():
+    run_distributed(move_masters, 1)
+
+
 def test_a_norm_that_is_not_finite_skips_the_step(tiny_model):
     engine = reference.make_engine(tiny_model("llama"), optimizer=settings("SGD", momentum=0.9))
     before = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
@@ -128,6 +148,7 @@ def test_settings_of_another_optimizer(options, message):
         ({"name": "torch.optim.SGD", "options": {"lr": 1}}, "optimizer.options has lr: set optimizer.learning_rate"),
         ({"name": "torch.optim.SGD", "options": {"momentum": -1}}, "cannot be used: Invalid momentum value: -1"),
         ({"name": "torch.optim.SGD", "options": {"maximize": True}}, "takes no option maximize"),
+        ({"name": "torch.optim.SGD", "options": {"dampening": 0.5}}, "takes no option dampening"),
         ({"name": "torch.optim.Rprop", "weight_decay": 0.1}, "torch.optim.Rprop has no weight_decay: leave it out"),
     ],
 )
