@@ -340,12 +340,16 @@ class EngineState:
     def state_tensors(self) -> dict[str, Tensor]:
         """Parameters and optimizer state by name; they alias the engine's own (sharded) tensors.
 
-        A run with adapters has the trained parameters alone: the model's folder has the others.
+        A run with adapters has the trained parameters alone: the model's folder has the others. A module of the
+        caller's own has its buffers, too, such as running means.
         """
         reshard(self.model)
         lora = self.config.lora is not None
         parameters = adapter_parameters(self.model) if lora else dict(self.model.named_parameters())
         state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+        if self.head is None:
+            kept = self.model.state_dict()
+            state |= {f"model.{name}": buffer for name, buffer in self.model.named_buffers() if name in kept}
         if self.optimizer is not None:
             self.optimizer.initialize_state()
             for name, parameter in parameters.items():

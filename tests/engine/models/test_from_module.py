@@ -95,6 +95,7 @@ def test_a_module_of_ones_own_learns_as_in_plain_torch(options):
 
 def test_it_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     module, noisy, noise = made()
+    module.begin = nn.Sequential(module.begin, nn.BatchNorm2d(8))
     whole = FSDPEngine.from_module(deepcopy(module), config(), num_training_steps=STEPS)
     train(whole, noisy, noise, 2)
     with CheckpointManager(tmp_path) as manager:
@@ -105,6 +106,7 @@ def test_it_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     train(again, noisy, noise, 2)
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(again).items())
+    assert all(torch.equal(x, y) for x, y in zip(whole.model.buffers(), again.model.buffers(), strict=True))
 
 
 def check_two(rank: int) -> None:
