@@ -24,6 +24,8 @@ from rlft_fast.engine.sharding.narrow import narrow_weights
 def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> list[tuple[str, nn.Module]]:
     """Names and modules of the units, in the order in which they run. The root is not among them.
 
+    The root has what a block shares with a module outside itself: two units would each train a copy of a tied weight.
+
     Args:
         model: contains a transformers model.
         class_names: classes of the blocks; None: the classes that the model declares (``_no_split_modules``), or if it
@@ -32,7 +34,7 @@ def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> li
     Raises:
         ValueError: the model has no module of one of the classes.
     """
-    blocks = _blocks(model, class_names)
+    blocks = _without_ties(model, _blocks(model, class_names))
     units = blocks | _embedding_and_head(model, blocks)
     return [(name, module) for name, module in model.named_modules() if name in units]
 
@@ -81,8 +83,22 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
+def _without_ties(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    owners = _owners(model)
+    return {
+        name: block
+        for name, block in blocks.items()
+        if all(owners[parameter] == number for parameter, number in _owners(block).items())
+    }
+
+
+def _owners(model: nn.Module) -> Counter[int]:
+    """Number of modules that have each parameter, by its id."""
+    return Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+
+
 def _embedding_and_head(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    owners = _owners(model)
     ends = [end for end in _ends(model) if end is not None]
     return {
         name: module

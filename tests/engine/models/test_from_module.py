@@ -120,6 +120,41 @@ def check_two(rank: int) -> None:
         FSDPEngine.from_module(other, config(), num_training_steps=STEPS)
 
 
+class Codebooks(nn.Module):
+    """A model of sound: each codebook has an embedding, whose weight is that of its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(nn.Embedding(5, 4) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(4, 5, bias=False) for _ in range(2))
+        for head, embedding in zip(self.heads, self.embeddings, strict=True):
+            head.weight = embedding.weight
+
+    def forward(self, codes_BQ: Tensor) -> Tensor:
+        hidden = sum(embedding(codes_BQ[:, i]) for i, embedding in enumerate(self.embeddings))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return torch.stack([head(hidden) for head in self.heads], 1)
+
+
+def test_tied_members_of_lists_stay_tied():
+    torch.manual_seed(0)
+    module, codes = Codebooks(), torch.randint(5, (6, 2))
+    engines = [
+        FSDPEngine.from_module(deepcopy(module), config(cpu_offload=sharded), num_training_steps=2)
+        for sharded in (True, False)
+    ]
+    for _ in range(2):
+        for engine in engines:
+            engine.backward(nn.functional.cross_entropy(engine.model(codes).flatten(0, 1), codes.flatten()))
+            engine.optimizer_step()
+    sharded, whole = (weights(engine) for engine in engines)
+    assert sharded.keys() == whole.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(sharded[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
 def test_bfloat16_weights_have_masters():
     module, noisy, noise = made()
     narrow = config(param_dtype="bfloat16", compute_dtype="bfloat16", optimizer={"learning_rate": 1e-5})
