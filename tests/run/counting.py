@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlft_fast.config import Config
+from rlft_fast.config import Config, EngineConfig
 from rlft_fast.engine import CheckpointError, CheckpointManager
 from rlft_fast.errors import Interrupted
 from rlft_fast.run.protocol import Evaluated, StepResult
@@ -30,6 +30,7 @@ class Counter:
     """The engine: one number, as a checkpoint manager saves it and a run looks at it."""
 
     head = "counting"
+    config = EngineConfig()
     model = SimpleNamespace(pretrained=SimpleNamespace(config=SimpleNamespace(architectures=["Counter"])))
 
     def __init__(self) -> None:
