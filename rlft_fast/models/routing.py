@@ -2,7 +2,9 @@
 
 A router of transformers returns its logits, the weights of the experts that it chose, and their numbers. It finds the
 numbers by one ``torch.topk`` over all experts. A replay answers this call with other numbers and the scores at these
-numbers, so that the weights are the router's own function of them.
+numbers, so that the weights are the router's own function of them. The scores are those before a mask, by which
+routers leave out groups of experts: DeepSeek-V2 takes its weights from masked scores, which are 0 outside of the groups
+that the router would choose now.
 """
 
 import contextlib
@@ -139,10 +141,13 @@ class _Choice(TorchFunctionMode):
     def __init__(self, num_experts: int, top_k: int, replayed: Tensor | None) -> None:
         super().__init__()
         self._sizes, self._replayed = (num_experts, top_k), replayed
+        self._masked: tuple[Tensor, Tensor] | None = None  # the result of the last mask, and what it was of
         self.own: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **kwargs or {})
+        if func in (torch.masked_fill, Tensor.masked_fill) and args:
+            self._masked = found, args[0]
         if func not in (torch.topk, Tensor.topk):
             return found
         scores = args[0] if args else kwargs["input"]
@@ -151,6 +156,8 @@ class _Choice(TorchFunctionMode):
         self.own.append(found.indices)
         if self._replayed is None:
             return found
+        if self._masked is not None and self._masked[0] is scores:
+            scores = self._masked[1]
         return torch.return_types.topk((scores.gather(-1, self._replayed), self._replayed))
 
 

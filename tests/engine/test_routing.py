@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import DeepseekV2Config, DeepseekV2Model
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.sharding.build import build_model
+from rlft_fast.models import Routers, Routing
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, plain_model, policy_loss, random_batch, random_image_batch
 from tests.support.machine.distributed import run_distributed
@@ -158,6 +160,30 @@ def test_a_replay_is_the_model_with_these_experts(name, tiny_model, monkeypatch)
     expected = plain.gradients(batch, "token-mean")
     reference.assert_close(reference.gradients(engine), {k: g for k, g in expected.items() if g is not None}, 5e-5)
     assert metrics["routing_agreement"] < 0.9
+
+
+def test_a_replay_weighs_experts_of_groups_that_are_not_chosen():
+    """DeepSeek-V2 takes weights from scores that are 0 outside of the groups that it chooses now."""
+    sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "moe_intermediate_size": 8}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 1}
+    config = DeepseekV2Config(
+        **sizes, **experts, num_hidden_layers=1, num_attention_heads=2, topk_method="group_limited_greedy",
+        routed_scaling_factor=3.0,
+    )  # fmt: skip
+    backbone = DeepseekV2Model(config)
+    router = backbone.layers[0].mlp.gate
+    generator = torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(router.weight, generator=generator)
+    hidden = torch.randn(20, 16, generator=generator)
+    replayed = torch.rand(20, 8, generator=generator).argsort(-1)[:, :2]
+    routing = Routing(replayed)
+    with Routers(backbone).following(routing):
+        logits, weights, chosen = router(hidden)
+    assert torch.equal(chosen, replayed)
+    torch.testing.assert_close(weights, 3.0 * logits.softmax(-1).gather(-1, replayed))
+    first, second = (routing.own[0] // 2).T
+    assert torch.equal(first, second)  # the own choice is within a group
+    assert not torch.equal(first, replayed[:, 0] // 2)
 
 
 # Blocks that run again in the backward choose the same experts.
