@@ -274,10 +274,10 @@ class Run:
             self._evaluate_if_due()  # before the checkpoint, which then knows of the best policy
             self._tell_failed_save()
             done = progress.step == config.steps
+            self._begin_copy(before_save=True)
             if done or (config.checkpoint.every and progress.step % config.checkpoint.every == 0):
                 self._save(asynchronous=config.checkpoint.asynchronous and not done)
-            if self.copies is not None:
-                self.copies.begin(self.checkpoints.latest())
+            self._begin_copy(before_save=False)
         return self._finish()
 
     def _record(self, result: StepResult) -> None:
@@ -331,6 +331,17 @@ class Run:
         state = progress.state() | self.trainer.ahead(waits=waits and not self.is_hurried)
         self.checkpoints.save(progress.step, trained, state, asynchronous=asynchronous)
         self.saved_step = progress.step
+
+    def _begin_copy(self, *, before_save: bool) -> None:
+        """Begins to copy the newest checkpoint.
+
+        The store gets it while the next one is written. A save that may remove it waits for the copy, which then begins
+        before the save.
+        """
+        kept = self.config.checkpoint
+        may_go = kept.max_num == 1 or kept.max_mem is not None
+        if self.copies is not None and before_save == may_go:
+            self.copies.begin(self.checkpoints.latest())
 
     def _require_finite(self, step: int) -> None:
         """A checkpoint that no run could continue from must not become the newest."""

@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import fsspec
@@ -108,6 +109,22 @@ def test_no_failure_loses_a_checkpoint(tmp_path, monkeypatch):
         if Flaky.failures >= 1000:
             break
     assert num_taken > 20
+
+
+def test_a_checkpoint_stays_until_it_is_copied(tmp_path, monkeypatch):
+    """Where the folder keeps one checkpoint, the next save waits for the copy. All checkpoints reach the store."""
+    push, found = Store.push, []
+
+    def push_slowly(store: Store, run: Path, checkpoint: Path) -> None:
+        time.sleep(0.1)
+        found.append((checkpoint.name, checkpoint.is_dir()))
+        push(store, run, checkpoint)
+
+    monkeypatch.setattr(Store, "push", push_slowly)
+    steps_take_longer_than_writes = {("train_step", step): lambda: time.sleep(0.1) for step in range(4)}
+    settings = {"every": 1, "max_num": 1, "store": ADDRESS}
+    count(tmp_path, steps_take_longer_than_writes, steps=4, **{f"checkpoint__{key}": x for key, x in settings.items()})
+    assert found == [(f"step_{step:08d}", True) for step in (1, 2, 3, 4)]
 
 
 def test_another_machine_goes_on(tmp_path):
