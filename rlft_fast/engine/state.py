@@ -177,7 +177,8 @@ class EngineState:
         prepare_blocks(module, engine.config, trains=engine.trains, is_random=True)
         engine.model = cast(Any, module)
         engine._shard()
-        module.to(engine._home)
+        if not engine.config.cpu_offload:  # else FSDP has moved the weights to the CPU, and the buffers to the device
+            module.to(engine.device)
         engine._make_optimizer()
         return engine
 

@@ -109,6 +109,21 @@ def test_it_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     assert all(torch.equal(x, y) for x, y in zip(whole.model.buffers(), again.model.buffers(), strict=True))
 
 
+def test_buffers_stay_on_the_device_where_weights_are_offloaded(monkeypatch):
+    """FSDP moves them there, and copies weights alone when a unit runs. ``meta`` stands for the device."""
+
+    def shard_as_fsdp(module: nn.Module, *_: object) -> list:
+        for part in module.modules():
+            part._buffers |= {name: buffer.to("meta") for name, buffer in part._buffers.items()}
+        return []
+
+    monkeypatch.setattr("rlft_fast.engine.state.shard", shard_as_fsdp)
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    engine = FSDPEngine.from_module(module, config(cpu_offload=True), num_training_steps=1)
+    assert {x.device.type for x in engine.model.buffers()} == {"meta"}
+    assert {x.device.type for x in engine.model.parameters()} == {"cpu"}
+
+
 def check_two(rank: int) -> None:
     """On two processes, see `tests.engine.sharding.test_distributed_engine`."""
     module, noisy, noise = made()
