@@ -6,7 +6,7 @@ from torch import nn
 
 from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
 from rlft_fast.engine.state import EngineState
-from rlft_fast.models import padding_id
+from rlft_fast.models import padding_id, position_limit
 
 
 class EngineFacts(NamedTuple):
@@ -21,6 +21,8 @@ class EngineFacts(NamedTuple):
     hidden_size: int
     num_embeddings: int
     """Tokens that have an embedding."""
+    longest: int | None
+    """See `rlft_fast.models.position_limit`."""
     padding_id: int | None
     """See `rlft_fast.models.padding_id`."""
     num_ranks: int
@@ -53,6 +55,7 @@ def facts_of(engine: EngineState) -> EngineFacts:
         padded_because=engine.model.padded_because,
         hidden_size=engine.model.backbone.config.get_text_config().hidden_size,
         num_embeddings=embedding.num_embeddings,
+        longest=position_limit(engine.model.backbone),
         padding_id=padding_id(engine.path),
         num_ranks=engine.world.size,
         flops=model_flops(engine.model),

@@ -18,7 +18,7 @@ from rlft_fast.models import (
     prepare_chunks,
     prepare_images,
     prepare_look_ahead,
-    require_fixed_rope,
+    require_positions,
     rotary_positions,
 )
 from rlft_fast.ops import slice_tokens
@@ -39,9 +39,9 @@ def check_batch(batch: Batch, backbone: PreTrainedModel, *, padded: bool = False
 
     Raises:
         ValueError: images for a model without a vision tower, or other than the tokens say; a sequence too long for
-            the model's kind of rotary embedding.
+            the model's positions.
     """
-    require_fixed_rope(backbone, batch.max_seqlen)
+    require_positions(backbone, batch.max_seqlen)
     if has_vision(backbone) and not padded:
         check_images(backbone, batch)
     elif batch.images:

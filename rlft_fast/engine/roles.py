@@ -1,10 +1,11 @@
 """The engines of a run by their roles."""
 
-from rlft_fast.config import Role, RunConfig, run_roles
+from rlft_fast.config import Config, Role, RunConfig, run_roles
 from rlft_fast.engine.checkpoint import find_start, load_start
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.engine.optimizer import named_parameters, parameter_groups
 from rlft_fast.engine.sharding import build_model
+from rlft_fast.models import require_positions
 from rlft_fast.world import World
 
 
@@ -18,7 +19,8 @@ def role_engine(config: RunConfig, name: str, world: World, num_training_steps: 
         num_training_steps: optimizer steps of the whole run, for the schedule of a role that trains.
 
     Raises:
-        ValueError: see `FSDPEngine.initialize`, or the weights of ``init_from`` cannot be used.
+        ValueError: see `FSDPEngine.initialize`, the model has no positions for the longest sequence, or the weights of
+            ``init_from`` cannot be used.
     """
     role = run_roles(config)[name]
     if (start := role.config.init_from) is not None:
@@ -27,6 +29,8 @@ def role_engine(config: RunConfig, name: str, world: World, num_training_steps: 
         role.path, role.config, head=role.head, num_training_steps=num_training_steps if role.trains else None,
         temperature=role.temperature, top_k=role.top_k, world=world,
     ).initialize()  # fmt: skip
+    if isinstance(config, Config):  # a run that learns from rows knows their lengths
+        require_positions(engine.model.backbone, config.longest_scored if role.part else config.longest_taught)
     if start is not None:
         load_start(engine, name, start)
     return engine

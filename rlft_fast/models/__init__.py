@@ -28,9 +28,11 @@ if TYPE_CHECKING:
         layer_configs,
         padded_attention,
         padded_implementation,
+        position_limit,
         require_divisible_heads,
         require_fixed_rope,
         require_packed_attention,
+        require_positions,
         rope_limits,
     )
     from rlft_fast.models.attention import (
@@ -146,6 +148,7 @@ __all__ = [
     "padded_implementation",
     "padding_id",
     "patch_lm_head",
+    "position_limit",
     "prepare_chunks",
     "prepare_images",
     "prepare_look_ahead",
@@ -153,6 +156,7 @@ __all__ = [
     "require_fixed_rope",
     "require_next_token_loss",
     "require_packed_attention",
+    "require_positions",
     "rope_limits",
     "rotary_positions",
     "sees_ahead",

@@ -8,6 +8,7 @@ anything runs. tests/engine/models/test_every_architecture.py checks it with eve
 import contextlib
 from collections.abc import Iterator
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlft_fast.models.attention import (
@@ -222,3 +223,39 @@ def rope_limits(backbone: PreTrainedModel) -> dict[str, int]:
         elif kind == "longrope":
             limits[kind] = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     return limits
+
+
+def require_positions(backbone: PreTrainedModel, longest: int) -> None:
+    """Refuses sequences that are longer than the positions of a model: `require_fixed_rope`, and tables end.
+
+    A look-up behind the end of a table ends a process on a GPU without a reason.
+
+    Args:
+        backbone: the model.
+        longest: most tokens of a sequence.
+
+    Raises:
+        ValueError: a sequence may be too long; the message has the length that the model takes.
+    """
+    require_fixed_rope(backbone, longest)
+    most = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or longest
+    if longest > most and _has_table(backbone, most):
+        raise ValueError(
+            f"sequences have up to {longest} tokens, but {type(backbone).__name__} has embeddings of {most} positions: "
+            f"limit prompt and completion to {most} tokens"
+        )
+
+
+def position_limit(backbone: PreTrainedModel) -> int | None:
+    """The most tokens of a sequence that `require_positions` takes; None: any number."""
+    most = getattr(backbone.config.get_text_config(), "max_position_embeddings", None)
+    table = [most] if most is not None and _has_table(backbone, most) else []
+    return min([*rope_limits(backbone).values(), *table], default=None)
+
+
+def _has_table(backbone: PreTrainedModel, num_positions: int) -> bool:
+    """Whether positions are looked up: in learned embeddings, which may begin at 2 (OPT), or in a buffer (GPT-J)."""
+    decoder, tokens = backbone.get_decoder(), backbone.get_input_embeddings()
+    tables = [x.num_embeddings for x in decoder.modules() if isinstance(x, nn.Embedding) and x is not tokens]
+    tables += [len(x) for name, x in decoder.named_buffers() if name.endswith("embed_positions")]
+    return not {num_positions, num_positions + 2}.isdisjoint(tables)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig, server_urls
 from rlft_fast.engine import FSDPEngine, WeightStream, adapter_config, adapter_stream
 from rlft_fast.engine.sharding import CudaRecorder
-from rlft_fast.models import PolicyModel, end_token_ids, require_fixed_rope, rope_limits, split_stop
+from rlft_fast.models import PolicyModel, end_token_ids, require_positions, rope_limits, split_stop
 from rlft_fast.rollout.graphs import DecodeGraphs, can_step
 from rlft_fast.rollout.hf import HFGenerator, gathered_policy
 from rlft_fast.rollout.together import Rollout, RolloutError
@@ -52,7 +52,7 @@ def build_rollout(
     split_stop(config.stop, tokenizer)  # refuses wrong stop texts before anything runs
     # vLLM rotates all sequences as the longest that it is started for. A model that is not trained may be sampled so.
     if engine.trains or config.backend == "hf":
-        require_fixed_rope(engine.model.backbone, max_sequence_tokens)
+        require_positions(engine.model.backbone, max_sequence_tokens)
     if urls is not None or config.servers:
         return _served_rollout(engine, tokenizer, config, max_sequence_tokens, urls)
     if config.backend == "vllm":

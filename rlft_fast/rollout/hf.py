@@ -15,7 +15,7 @@ from rlft_fast.models import (
     RowCache,
     end_token_ids,
     padded_attention,
-    require_fixed_rope,
+    require_positions,
     sees_ahead,
     split_stop,
 )
@@ -35,7 +35,7 @@ class HFGenerator:
     runs the tokens that the turns before had not, if these are among the `batch_size` episodes whose keys and values
     are kept from one call of `generate` to the next. transformers' ``generate`` decodes any other model.
 
-    Sequences are at most as long as those that can be trained, see `require_fixed_rope`.
+    Sequences are at most as long as those that can be trained, see `require_positions`.
 
     A model that cannot be packed has a cache of its own, which may hold states that see padding. Its batches have
     prompts of one length, every sample runs its prompt, and the others run again when some leave the batch. A model
@@ -68,10 +68,10 @@ class HFGenerator:
         """Samples a completion for each request, see `Generator.generate`. No request is refused alone.
 
         Raises:
-            ValueError: the model's rotary embeddings change at the length of a request (`require_fixed_rope`).
+            ValueError: a request may be longer than the model's positions (`require_positions`).
         """
         longest = max((len(request.token_ids) + request.max_new_tokens for request in requests), default=0)
-        require_fixed_rope(self.model.backbone, longest)
+        require_positions(self.model.backbone, longest)
         # The stance: compiled blocks would compile again for the cache.
         one_length = self.model.sees_padding
         self._kept.keep_only({request.episode for request in requests})

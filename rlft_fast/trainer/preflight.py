@@ -12,7 +12,16 @@ from rlft_fast.cluster import require_own_machine
 from rlft_fast.config import Config, EngineConfig, RunConfig, SFTConfig, TaughtConfig, run_roles
 from rlft_fast.engine import CheckpointManager, Schedule, check_names, find_start, require_trainable, step_of
 from rlft_fast.errors import Checks
-from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable, check_routers
+from rlft_fast.models import (
+    RLModel,
+    build_critic,
+    build_policy,
+    build_reward_model,
+    check_loadable,
+    check_routers,
+    position_limit,
+    require_positions,
+)
 from rlft_fast.rewards import weighted_sum
 from rlft_fast.run import Store, require_same, require_trackers, require_usable
 from rlft_fast.trainer.inputs import (
@@ -25,7 +34,7 @@ from rlft_fast.trainer.inputs import (
     require_generator_apart,
 )
 from rlft_fast.trainer.prompts import Prompts
-from rlft_fast.trainer.supervised import RowsData, check_row_tokens, rows_identity
+from rlft_fast.trainer.supervised import RowsData, check_row_lengths, check_row_tokens, rows_identity
 from rlft_fast.world import World
 
 _BUILDERS = {"critic.model": build_critic, "reward": build_reward_model}
@@ -116,7 +125,7 @@ def _check_rows(config: TaughtConfig, checks: Checks, *, resume: bool) -> list[s
     """`check_inputs` of a run that learns from rows."""
     if (cluster := config.cluster) is not None and cluster.address is None:
         checks.run(lambda: require_own_machine(cluster))
-    lines, kind = [], "reward.model" if config.head == "score" else "model"
+    lines, kind, teacher = [], "reward.model" if config.head == "score" else "model", None
     data, model = checks.run(lambda: RowsData.load(config)), checks.run(partial(_buildable, kind, config.model))
     if model is not None:
         lines.append(_described_model("model", model))
@@ -129,6 +138,9 @@ def _check_rows(config: TaughtConfig, checks: Checks, *, resume: bool) -> list[s
     if model is not None:
         embedding = cast(nn.Embedding, model.pretrained.get_input_embeddings())
         checks.run(lambda: check_row_tokens(embedding.num_embeddings, data))
+    for key, own in (("model", model), ("teacher.model", teacher)):
+        if own is not None:
+            checks.run(partial(check_row_lengths, key, position_limit(own.backbone), data))
     if resume:
         checks.run(lambda: _require_same(config, rows_identity(config, data)))
     return lines + [f"{name}: {rows}" for name, rows in data.named.items()]
@@ -156,6 +168,8 @@ def _buildable(key: str, path: str) -> RLModel:
 
 def _check_fit(key: str, model: RLModel, config: Config, inputs: Inputs | None, world: World) -> None:
     """Raises ValueError for a model that does not go with the prompts, or with the sampling."""
+    longest = config.longest_scored if key.startswith("reward.") else config.longest_taught
+    require_positions(model.backbone, config.longest_sequence if key == "model" else longest)
     if key == "model":
         check_support(config, model.backbone.config.get_text_config().hidden_size, world.device.type)
     if inputs is not None and not key.startswith("reward."):  # which may have a tokenizer of its own

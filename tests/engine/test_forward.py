@@ -4,7 +4,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Phi3Config, Phi3Model
+from transformers import (
+    GPT2Config,
+    GPT2Model,
+    GPTJConfig,
+    GPTJModel,
+    LlamaConfig,
+    LlamaModel,
+    OPTConfig,
+    OPTModel,
+    Phi3Config,
+    Phi3Model,
+    PreTrainedModel,
+)
 
 from rlft_fast.data import Batch, Images, image_table, plan_batch, share_prefixes
 from rlft_fast.engine.forward import (
@@ -14,7 +26,7 @@ from rlft_fast.engine.forward import (
     prepare_model_inputs,
     prepare_model_outputs,
 )
-from rlft_fast.models import load_policy
+from rlft_fast.models import load_policy, position_limit
 from rlft_fast.models.packed import final_hidden
 from tests.engine.reference import plain_model, random_batch, random_image_batch
 from tests.support.tiny_models import IMAGE_TOKEN_ID, PICTURE_MODELS
@@ -298,3 +310,31 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_refused():
     check_batch(Batch.from_samples([[1]], [[2] * 7]), backbone)
     with pytest.raises(ValueError, match=r"have up to 9 tokens, but the longrope .* of Phi3Model change beyond 8"):
         check_batch(Batch.from_samples([[1]], [[2] * 8]), backbone)
+
+
+WITH_TABLES: list[PreTrainedModel] = [
+    GPT2Model(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2)),
+    GPTJModel(GPTJConfig(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2, rotary_dim=4)),
+    OPTModel(OPTConfig(vocab_size=32, max_position_embeddings=8, hidden_size=8, ffn_dim=8, num_hidden_layers=1,
+                       num_attention_heads=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backbone", WITH_TABLES, ids=lambda model: type(model).__name__)
+def test_sequences_longer_than_a_table_of_positions_are_refused(backbone):
+    """On a GPU a look-up behind its end would end the process without a reason."""
+    ids = torch.full((1, 9), 3)
+    backbone(input_ids=ids[:, :8])
+    check_batch(Batch.from_samples([[1]], [[2] * 7]), backbone)
+    with pytest.raises((IndexError, RuntimeError)):
+        backbone(input_ids=ids)
+    with pytest.raises(ValueError, match=r"have up to 9 tokens, but \w+Model has embeddings of 8 positions: limit"):
+        check_batch(Batch.from_samples([[1]], [[2] * 8]), backbone)
+    assert position_limit(backbone) == 8
+
+
+def test_rotary_positions_do_not_end():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    backbone = LlamaModel(LlamaConfig(**sizes, vocab_size=32, max_position_embeddings=8))
+    check_batch(Batch.from_samples([[1]], [[2] * 8]), backbone)
+    assert position_limit(backbone) is None

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel
 
 from rlft_fast.cli import main
 from rlft_fast.run.folder import claim
-from tests.support.tiny_models import save_tiny_model
+from tests.support.tiny_models import ROPE_LIMIT, save_tiny_model
 from tests.trainer.toy import HERE, comparable, read_lines, toy_values, write_rows
 
 
@@ -161,6 +161,18 @@ def test_a_critic_of_another_vocabulary(run, tmp_path):
     assert error.startswith(f"critic.model is {folder}, whose tokenizer has other numbers for 2 of the policy's tokens")
     (folder / "tokenizer.json").write_text(text)
     assert run(**options, steps=1)[0] == 0
+
+
+def test_a_critic_whose_rotary_embeddings_change_at_the_lengths_of_the_run(run, tiny_model, tmp_path):
+    """Before the run begins, however short the first sequences are."""
+    critic = {"algorithm__advantage": "gae", "critic": {"model": str(tiny_model("phi3")), "max_tokens": 64}}
+    code, _, error = run(**critic, rollout__max_prompt_tokens=ROPE_LIMIT - 5)
+    assert code == 1
+    assert error.startswith(
+        f"sequences have up to {ROPE_LIMIT + 1} tokens, but the longrope rotary embeddings of Phi3Model change beyond "
+        f"{ROPE_LIMIT} tokens"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("key", ["model", "critic.model"])

@@ -451,10 +451,8 @@ class Config(RunConfig):
 
     @rule
     def _longest_sequence_fits_the_reward_model(self) -> Iterator[str]:
-        """A reward model reads one token more than the sequence has. ``reward.model`` has the actor's token cap."""
-        evaluation = self.evaluation
-        judged = self.max_evaluation_tokens if evaluation is not None and evaluation.function is None else 0
-        longest = self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, judged) + 1
+        """``reward.model`` has the actor's token cap."""
+        longest = self.longest_scored
         if self.reward.model is not None and self.actor.max_tokens < longest:
             yield (
                 f"actor.max_tokens is {self.actor.max_tokens}, but reward.model, which has the same cap, may see "
@@ -472,6 +470,13 @@ class Config(RunConfig):
     def longest_taught(self) -> int:
         """Most tokens of a prompt and an answer to learn from."""
         return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def longest_scored(self) -> int:
+        """Most tokens that a reward model reads: one more than a prompt and an answer have."""
+        evaluation = self.evaluation
+        judged = self.max_evaluation_tokens if evaluation is not None and evaluation.function is None else 0
+        return self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, judged) + 1
 
     @property
     def sequences_per_update(self) -> float:

@@ -329,18 +329,21 @@ class RewardModelScorer:
             texts: the same as texts.
 
         Returns:
-            (B,) float64. NaN, and a warning, where the token cap has no room for a text.
+            (B,) float64. NaN, and a warning, where the token cap or the model's positions have no room for a text.
 
         Raises:
             RewardError: a score is not finite, or the model's chat template fails.
         """
         sequences = self.reader.sequences(prompts, token_ids, texts)
-        cap = self.engine.config.max_tokens
+        cap, longest = self.engine.config.max_tokens, self.engine.facts.longest
+        why = f"raise {self.section}.max_tokens"
+        if longest is not None and longest < cap:
+            cap, why = longest, "its positions end there, or its rotary embeddings change"
         fits_B = torch.tensor([len(sequence) < cap for sequence in sequences], dtype=torch.bool)  # and one that asks
         if not fits_B.all():
             warnings.warn(
                 f"answers that have more than {cap - 1} tokens with their prompt, as the reward model counts, have no "
-                f"score and are left out: raise {self.section}.max_tokens",
+                f"score and are left out: {why}",
                 stacklevel=2,
             )
         score_B = torch.full((len(sequences),), math.nan, dtype=torch.float64)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rlft_fast.errors import names_on_first_use
 
 if TYPE_CHECKING:
-    from rlft_fast.trainer.supervised.data import RowsData, check_row_tokens
+    from rlft_fast.trainer.supervised.data import RowsData, check_row_lengths, check_row_tokens
     from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
     from rlft_fast.trainer.supervised.rows import TaughtRows, load_rows
     from rlft_fast.trainer.supervised.spans import AssistantSpans
@@ -27,6 +27,7 @@ __all__ = [
     "RowsData",
     "RowsTrainer",
     "TaughtRows",
+    "check_row_lengths",
     "check_row_tokens",
     "load_pairs",
     "load_rows",

@@ -98,3 +98,19 @@ def check_row_tokens(num_embeddings: int, data: RowsData) -> None:
             f"model has embeddings of {num_embeddings} tokens, but the rows have the token {highest}: the tokenizer in "
             "its folder is of another model, or knows tokens that were added without new embeddings"
         )
+
+
+def check_row_lengths(key: str, limit: int | None, data: RowsData) -> None:
+    """Raises ValueError for rows that are longer than a model's positions.
+
+    Args:
+        key: of the model, for the message.
+        limit: `rlft_fast.models.position_limit` of the model.
+        data: of the run.
+    """
+    longest = max(rows.longest for rows in (data.rows, *data.held_out.values()))
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"{key} takes sequences of up to {limit} tokens, beyond which its positions end or its rotary embeddings "
+            f"change, and the rows have up to {longest}: lower data.max_sequence_tokens, and see data.overlong"
+        )

@@ -56,6 +56,10 @@ class PairRows:
         return self.sequences.overlong
 
     @property
+    def longest(self) -> int:
+        return self.sequences.longest
+
+    @property
     def highest_token(self) -> int:
         return self.sequences.highest_token
 

@@ -113,6 +113,11 @@ class TaughtRows:
         return [len(ids) for ids in self.token_ids]
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.num_tokens)
+
+    @property
     def highest_token(self) -> int:
         return max(int(ids.max()) for ids in self.token_ids)
 

@@ -25,7 +25,7 @@ from rlft_fast.trainer.inputs import model_checksums
 from rlft_fast.trainer.learn import asked_of_teacher, check_embeddings, with_teacher
 from rlft_fast.trainer.models import build_taught, check_finite, notes_on
 from rlft_fast.trainer.prompts import ImageError, overlong_notes
-from rlft_fast.trainer.supervised.data import Rows, RowsData, check_row_tokens
+from rlft_fast.trainer.supervised.data import Rows, RowsData, check_row_lengths, check_row_tokens
 from rlft_fast.trainer.supervised.pairs import PairRows
 from rlft_fast.trainer.supervised.reference import Reference
 from rlft_fast.trainer.supervised.rows import TaughtRows, chunks
@@ -82,6 +82,8 @@ class RowsTrainer:
     def _check_models(self) -> None:
         num_embeddings = self.models.actor.facts.num_embeddings
         check_row_tokens(num_embeddings, self.data)
+        for name, engine in self.models.engines.items():
+            check_row_lengths("model" if name == "actor" else f"{name}.model", engine.facts.longest, self.data)
         if self.teacher is not None:
             assert isinstance(self.config, SFTConfig)
             assert self.config.teacher is not None

@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
 from rlft_fast.config import Config, DataConfig, EngineConfig
 from rlft_fast.engine import FSDPEngine, role_engine
@@ -21,6 +21,7 @@ from rlft_fast.trainer.collect.judge import Judge, RewardModelReader, RewardMode
 from rlft_fast.trainer.prompts import Prompts, load_prompts
 from rlft_fast.world import World
 from tests.support.machine.distributed import run_distributed
+from tests.support.tiny_models import PAD_TOKEN_ID, VOCAB_SIZE
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values, write_rows
 
 MISBEHAVING = HERE.parent.parent / "rewards" / "misbehaving.py"
@@ -324,6 +325,18 @@ def test_a_text_that_the_reward_model_has_no_room_for_is_left_out(model, reward_
         assert small.score(prompts.select([0]), answers[:1], texts[:1]).isnan().tolist() == [True]
     assert scores.tolist() == pytest.approx([torch.nan, *expected[1:].tolist()], abs=1e-5, nan_ok=True)
     assert len(small.score(prompts.select([]), [], [])) == 0
+
+
+def test_a_text_that_the_reward_model_has_no_positions_for_is_left_out(model, reward_model, tmp_path):
+    folder, tokenizer = shutil.copytree(reward_model, tmp_path / "reward"), AutoTokenizer.from_pretrained(model)
+    sizes = {"vocab_size": VOCAB_SIZE, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2, "num_labels": 1}
+    GPT2ForSequenceClassification(GPT2Config(**sizes, pad_token_id=PAD_TOKEN_ID)).save_pretrained(folder)
+    prompts = Prompts(["ab"], [tokenizer.encode("ab")], {}).select([0, 0])
+    answers = [[65] * (8 - len(prompts.token_ids[0]) - i) for i in range(2)]
+    with pytest.warns(UserWarning, match="more than 7 tokens .* its positions end there"):
+        scores = scorer_of(folder, tokenizer, 64).score(prompts, answers, tokenizer.batch_decode(answers))
+    (expected,) = scores_of_transformers(folder, [[*prompts.token_ids[1], *answers[1]]])
+    assert scores.tolist() == pytest.approx([torch.nan, expected], abs=1e-5, nan_ok=True)
 
 
 def test_left_out_by_the_reward_model_is_left_out(model, reward_model, tmp_path):

@@ -11,6 +11,7 @@ from rlft_fast.cli import main
 from rlft_fast.config import load_config
 from rlft_fast.engine import export_run
 from rlft_fast.trainer import RowsTrainer, train
+from tests.support.tiny_models import ROPE_LIMIT
 from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, sft_config, sft_values, texts
 from tests.trainer.toy import comparable, read_lines, write_rows
 
@@ -34,6 +35,16 @@ def test_the_first_step_is_that_of_plain_transformers(tiny_model, tmp_path):
     assert metrics["train_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     assert metrics["taught_tokens"] == sum(sizes)
+
+
+def test_rows_that_are_longer_than_the_positions_of_a_model_are_refused_at_the_start(tiny_model, tmp_path):
+    """However short the rows of the first steps are."""
+    longest = {"prompt": "count", "completion": "a" * ROPE_LIMIT}
+    config = sft_config(tiny_model("phi3"), tmp_path, data__shuffle=False, steps=1)
+    write_rows(tmp_path / "data.jsonl", [*texts(3), *texts(3), longest])
+    with pytest.raises(ValueError, match=r"model takes sequences of up to 24 tokens, .* and the rows have up to 30: "):
+        train(config)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
