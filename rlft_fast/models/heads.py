@@ -519,7 +519,8 @@ class ValueModel(_HeadedModel):
         super().__init__()
         self.backbone = backbone
         self.choose_way(backbone)
-        size, device = backbone.config.get_text_config().hidden_size, next(backbone.parameters()).device
+        config, device = backbone.config.get_text_config(), next(backbone.parameters()).device
+        size = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT may project its final hidden states
         self.head = nn.Linear(size, 1, device=device, dtype=backbone.dtype)
         self.initialize_head()
 

@@ -8,7 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForTokenClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForSequenceClassification,
+)
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine, export_hf
@@ -56,6 +62,18 @@ def gpt2(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory):
+    """A reward model whose final hidden states are projected, as those of OPT-350m."""
+    path = tmp_path_factory.mktemp("opt")
+    config = OPTConfig(
+        vocab_size=259, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=12,
+        init_std=0.3, num_labels=1, max_position_embeddings=128,
+    )  # fmt: skip
+    OPTForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
 @pytest.mark.parametrize("name", ["llama-tied", "gemma2", "mixtral", "deepseek-v3", "gpt2", "llama-reward"])
 def test_transformers_reloads_an_exported_critic(name, tiny_model, gpt2, tmp_path):
     engine = trained(gpt2 if name == "gpt2" else tiny_model(name))
@@ -84,8 +102,9 @@ def scores(path: Path) -> Tensor:
     return engine.infer(random_batch(), ("score",))["score"]
 
 
-def test_a_critic_starts_from_the_scores_of_a_reward_model(tiny_model):
-    path = tiny_model("llama-reward")
+@pytest.mark.parametrize("name", ["llama-reward", "opt"])
+def test_a_critic_starts_from_the_scores_of_a_reward_model(name, tiny_model, opt):
+    path = opt if name == "opt" else tiny_model(name)
     assert scores(path).abs().max() > 0.1
     assert torch.equal(values(critic(path)), scores(path))
 
