@@ -25,6 +25,8 @@ from rlft_fast.plugins import suggestion
 _OURS = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "groups"}
 # torch's first step has no dampening. Here the state exists before that step, and every step would have it.
 _OTHER_FORMULAS = ("maximize", "differentiable", "dampening")
+# Their state has the learning rate of the step before, of Rprop that of the first step alone.
+_KEEP_RATE = ("ASGD", "Rprop")
 Group = dict[str, Any]
 
 
@@ -37,7 +39,7 @@ class TorchOptimizer:
         ends: the parameters of the embedding and the head, and biases.
 
     Raises:
-        ValueError: there is no such class, it does not take an option, or it cannot train the parameters.
+        ValueError: there is no such class, it does not take an option or a schedule, or it cannot train the parameters.
     """
 
     def __init__(self, groups: Sequence[Group], config: OptimizerConfig, ends: Collection[Tensor] = ()) -> None:
@@ -138,7 +140,8 @@ def torch_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     """The class of ``name``, whose options are checked.
 
     Raises:
-        ValueError: `torch.optim` has no optimizer of this name, which takes these options and needs no closure.
+        ValueError: `torch.optim` has no optimizer of this name, which takes these options and this schedule, and needs
+            no closure.
     """
     name = config.name.rpartition(".")[2]
     kind = getattr(torch.optim, name, None)
@@ -156,6 +159,11 @@ def torch_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     decays = config.weight_decay or any(own.get("weight_decay") for own in config.groups.values())
     if decays and "weight_decay" not in offered:
         raise ValueError(f"{config.name} has no weight_decay: leave it out")
+    if name in _KEEP_RATE and (config.schedule != "constant" or config.warmup_steps or config.warmup_ratio):
+        raise ValueError(
+            f"{config.name} keeps the learning rate in its state, and follows no schedule: set schedule: constant, "
+            "without warmup_steps and warmup_ratio"
+        )
     return kind
 
 

@@ -150,6 +150,8 @@ def test_settings_of_another_optimizer(options, message):
         ({"name": "torch.optim.SGD", "options": {"maximize": True}}, "takes no option maximize"),
         ({"name": "torch.optim.SGD", "options": {"dampening": 0.5}}, "takes no option dampening"),
         ({"name": "torch.optim.Rprop", "weight_decay": 0.1}, "torch.optim.Rprop has no weight_decay: leave it out"),
+        ({"name": "torch.optim.Rprop", "schedule": "linear"}, "torch.optim.Rprop keeps the learning rate in its state"),
+        ({"name": "torch.optim.ASGD", "warmup_steps": 2}, "follows no schedule: set schedule: constant, without"),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused_by_name(options, message):
