@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Self
 
 from rlft_fast.files import unfailing_stream
 
+LARGEST_REWARD = 1e30
+"""Of a reward that users' code gives: float32 holds it, and float64 its square."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNALS = (
     *_STOPPING, signal.SIGQUIT, signal.SIGPIPE, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2,

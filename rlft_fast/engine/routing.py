@@ -5,9 +5,10 @@ of all tokens of the batch that run, over all L layers, E experts and ranks at o
 
     E * sum_e f_e * P_e,  f_e = choices of e / (tokens * L),  P_e = mean of the probability of e
 
-f_e has no gradient, and P_e is a sum over tokens. With f_e of the whole batch known before, the loss is a sum over
-tokens, too: micro-batches and ranks change it no more than they change other losses. The experts in
-`Batch.routed_experts_TK` give f_e. A batch without them runs once more, without gradients.
+f_e counts the experts that run. Where a bias corrects the choice (Ernie 4.5), transformers counts the most probable
+ones instead, which may not run. f_e has no gradient, and P_e is a sum over tokens. With f_e of the whole batch known
+before, the loss is a sum over tokens, too: micro-batches and ranks change it no more than they change other losses. The
+experts in `Batch.routed_experts_TK` give f_e. A batch without them runs once more, without gradients.
 """
 
 from dataclasses import dataclass

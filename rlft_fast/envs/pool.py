@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 from rlft_fast.envs.server import FORK, KILL, MOST_FORKS, PID, serve
+from rlft_fast.foreign import LARGEST_REWARD
 from rlft_fast.isolation import WorkerProcess
 
 _START_S = 120.0  # imports of the environment's module
-_LARGEST_REWARD = 1e30  # as of reward functions: float64 holds the squares of an episode's sum
 _LONGEST_ANSWER = 32_000_000  # bytes of a line, for images; words are cut to far less
 _CONTROL_S = 30.0  # a fork, or a kill
 _NO_ANSWER = "it wrote something that is no answer"
@@ -322,8 +322,8 @@ def _checked(answer: Any, keys: tuple[str, ...]) -> Answer:
     if not isinstance(answer, dict) or sorted(answer) != sorted(keys):
         return Failed(_NO_ANSWER, "no_answer")
     reward, messages = answer.get("reward"), answer.get("messages", [])
-    if not (reward is None or (isinstance(reward, float) and abs(reward) <= _LARGEST_REWARD)):  # nor is NaN
-        expected = f"a number of at most {_LARGEST_REWARD:g} in size, or None"
+    if not (reward is None or (isinstance(reward, float) and abs(reward) <= LARGEST_REWARD)):  # nor is NaN
+        expected = f"a number of at most {LARGEST_REWARD:g} in size, or None"
         return Failed(f"its reward is {reward!r}, expected {expected}", "no_answer")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         return Failed("its messages have no role, or neither text nor parts with images as content", "no_answer")

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlft_fast.errors import brief
-from rlft_fast.rewards.scoring import LARGEST, Text, is_reward
+from rlft_fast.foreign import LARGEST_REWARD
+from rlft_fast.rewards.scoring import Text, is_reward
 from rlft_fast.templates import compile_template
 
 _MOST_KEPT = 65_536  # scores
@@ -64,7 +65,7 @@ class LanguageModelJudge:
         except (IndexError, ValueError) as error:
             raise ValueError(f"its answer names no score: {str(text)[-80:]!r}") from error
         if not is_reward(score):
-            raise ValueError(f"its score is {score:g}, expected a number of at most {LARGEST:g} in size")
+            raise ValueError(f"its score is {score:g}, expected a number of at most {LARGEST_REWARD:g} in size")
         return score
 
     def known(self, body: str) -> float | None:

@@ -15,7 +15,7 @@ from numbers import Real
 from typing import Any
 
 from rlft_fast.errors import StepError, brief, text_of
-from rlft_fast.foreign import ForeignCode
+from rlft_fast.foreign import LARGEST_REWARD, ForeignCode
 
 # Called as f(prompts=..., completions=..., completion_ids=..., **columns), once for a batch.
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
@@ -23,8 +23,6 @@ RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float
 Text = str | Sequence[Mapping[str, Any]]
 """A text, or with `reward.conversational` a list of messages, dicts with role and content."""
 
-LARGEST = 1e30
-"""Of a reward: float32 holds it, and float64 its square."""
 FAILED = float("nan")
 """In the place of a reward: the function failed on this sample, which is left out whatever other functions say."""
 _SHOWN_ROWS = 5
@@ -57,7 +55,8 @@ def compute_rewards(
             collects the rest in `**columns`.
 
     Returns:
-        B rewards, numbers up to `LARGEST` in size, None where the function does not judge the sample, or `FAILED`.
+        B rewards, numbers up to `LARGEST_REWARD` in size, None where the function does not judge the sample, or
+        `FAILED`.
 
     Raises:
         ValueError: The arguments differ in length, or a column is named like an argument.
@@ -190,7 +189,7 @@ def _judged(result: Any, name: str, prompts: Sequence[Text], completions: Sequen
             raise RewardError(
                 f"reward function {name} returned {text_of(value, 200, repr)} for sample {i} "
                 f"(prompt {_shorten(prompts[i])}, completion {_shorten(completions[i])}), expected a number of at most "
-                f"{LARGEST:g} in size, or None where the function does not judge the sample"
+                f"{LARGEST_REWARD:g} in size, or None where the function does not judge the sample"
             )
     return [None if value is None else float(value) for value in values]
 
@@ -246,7 +245,7 @@ def _as_python(value: Any) -> Any:
 def is_reward(value: Any) -> bool:
     """Whether the value is a number whose square is still finite."""
     try:
-        return isinstance(value, (Real, Decimal)) and abs(float(value)) <= LARGEST
+        return isinstance(value, (Real, Decimal)) and abs(float(value)) <= LARGEST_REWARD
     except (OverflowError, ValueError):  # an integer larger than any float; a Decimal that signals
         return False
 

@@ -131,7 +131,7 @@ def memory_limits(process: Path = Path("/proc/self/cgroup"), mount: Path = Path(
 
 
 def _lines(file: Path) -> list[str]:
-    """None where the file is missing, as on other systems, or may not be read."""
+    """Of a file; none where it is missing, as on other systems, or may not be read."""
     try:
         return file.read_text().splitlines()
     except OSError:
