@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
+from rlft_fast.models.folders import read_config
 from rlft_fast.models.heads import RLModel, ValueModel
 from rlft_fast.models.weights import CheckpointPart, build_on_meta, stored_names
 
@@ -25,17 +26,21 @@ def head_parameters(model: RLModel) -> dict[str, Tensor]:
 
 
 def stored_head(path: str | Path, model: RLModel) -> dict[str, Tensor]:
-    """The parameters of a critic's head that the critic's folder has values for, by their names there.
+    """The parameters of a critic's head that a folder has values for, by their names there.
 
     A reward model (sequence classification with one label) stores a weight. An exported critic stores a weight and a
-    bias. Any other folder stores no head, and the result is empty: the critic starts with a new head.
+    bias. Any other folder stores no head, and the result is empty: the critic keeps the head that it has.
+
+    Args:
+        path: a folder that the critic reads. It need not be the folder that the critic was built from.
+        model: a critic; other models have no head of this kind.
 
     Raises:
         ValueError: a file of the folder cannot be read.
     """
-    if not isinstance(model, ValueModel) or model.pretrained.config.num_labels != 1:
+    if not isinstance(model, ValueModel) or (config := read_config(path)).num_labels != 1:
         return {}
-    (architecture,) = (model.pretrained.config.architectures or [""])[:1]
+    (architecture,) = (config.architectures or [""])[:1]
     if not architecture.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return {}
     stored = stored_names(Path(path))

@@ -18,6 +18,7 @@ from transformers import (
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine, export_hf
+from rlft_fast.engine.checkpoint import load_start
 from tests.engine import reference
 from tests.engine.reference import make_engine, random_batch, value_loss
 from tests.support.machine.distributed import run_distributed
@@ -107,6 +108,20 @@ def test_a_critic_starts_from_the_scores_of_a_reward_model(name, tiny_model, opt
     path = opt if name == "opt" else tiny_model(name)
     assert scores(path).abs().max() > 0.1
     assert torch.equal(values(critic(path)), scores(path))
+
+
+@pytest.mark.parametrize("config", [{}, PURE], ids=["float32", "masters"])
+def test_a_critic_of_the_policys_folder_starts_from_the_head_of_another(config, tiny_model, tmp_path):
+    """By ``init_from``: of a reward model, and of an exported critic."""
+    reward_model = tiny_model("llama-reward")
+    engine = critic(tiny_model("llama"), **config)
+    load_start(engine, "critic", reward_model)
+    assert torch.equal(values(engine), values(critic(reward_model, **config)))
+    exported = trained(reward_model)
+    export_hf(exported, tmp_path / "hf", dtype="float32")
+    load_start(engine, "critic", tmp_path / "hf")
+    assert torch.equal(values(engine), values(critic(tmp_path / "hf", **config)))
+    assert reference.full(engine.model.head.bias).any()
 
 
 @pytest.mark.parametrize("config", [PURE, PURE | ADAPTERS], ids=["all", "lora"])
