@@ -162,6 +162,7 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
         raise ValueError(f"cannot build the model in {path}: {type(error).__name__}: {error}") from error
     require_causal(model)
     mark_quantized(model, quantizer)
+    _make_frozen_biases_buffers(model)
     for parameter in model.parameters():  # a class may make some in float32, whatever dtype is asked for
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
@@ -169,3 +170,16 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
         if keeps_float32(model, name):  # transformers does so where it loads weights, and not where it builds a model
             buffer.data = buffer.float()
     return model
+
+
+def _make_frozen_biases_buffers(model: PreTrainedModel) -> None:
+    """Turns frozen parameters that transformers keeps in float32 into buffers, in place.
+
+    They are the biases of Ernie 4.5's routers, which other models have as buffers. Mixed precision casts parameters
+    alone, and rounded biases choose other experts.
+    """
+    for place, module in model.named_modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            if not parameter.requires_grad and keeps_float32(model, f"{place}.{name}"):
+                delattr(module, name)
+                module.register_buffer(name, torch.zeros(parameter.shape))

@@ -31,15 +31,36 @@ def test_masters_are_the_weights_of_the_file(tiny_model):
         assert torch.equal(reference.full(parameter), file[name].bfloat16())
 
 
-def test_weights_that_a_class_makes_in_float32_have_masters(tmp_path):
-    """Those of Ernie's routers."""
+def make_ernie() -> Ernie4_5_MoeForCausalLM:
+    """One dense layer, and one with experts."""
     config = Ernie4_5_MoeConfig(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, moe_num_experts=4, moe_k=2, moe_layer_start_index=1,
         pad_token_id=None, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
-    Ernie4_5_MoeForCausalLM(config).save_pretrained(tmp_path)
+    return Ernie4_5_MoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("config", [{}, PURE], ids=["mixed", "pure"])
+def test_biases_of_routers_choose_in_float32(config, tmp_path):
+    """Ernie's are parameters, and all 1 in bfloat16. Its experts are equally probable here."""
+    model = make_ernie()
+    router = model.model.layers[1].mlp.gate
+    torch.nn.init.zeros_(router.weight)
+    bias = torch.tensor([[1.0, 1.0003, 1.0001, 1.0002]])
+    router.moe_statics.e_score_correction_bias.data.copy_(bias)
+    model.save_pretrained(tmp_path)
+    engine = make_engine(tmp_path, dtype="bfloat16", config=config)
+    experts_TK = engine.infer(random_batch(), ("routed_experts",))["routed_experts"]
+    assert {tuple(sorted(own)) for own in experts_TK.tolist()} == {(0, 0), (1, 3)}  # 0 for tokens that do not run
+    sent = dict(engine.named_weights(torch.bfloat16))
+    assert torch.equal(next(x for name, x in sent.items() if name.endswith("e_score_correction_bias")), bias)
+
+
+def test_weights_that_a_class_makes_in_float32_have_masters(tmp_path):
+    """Those of Ernie's routers."""
+    make_ernie().save_pretrained(tmp_path)
     engine = make_engine(tmp_path, dtype="bfloat16", config=PURE)
     assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
     name, file = "model.layers.1.mlp.gate.weight", load_file(tmp_path / "model.safetensors")
