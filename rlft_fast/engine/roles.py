@@ -16,13 +16,16 @@ def role_engine(config: RunConfig, name: str, world: World, num_training_steps: 
         config: of the run.
         name: of the role.
         world: the processes that share the model.
-        num_training_steps: optimizer steps of the whole run, for the schedule of a role that trains.
+        num_training_steps: optimizer steps of the whole run, for the schedule of a role that trains. The policy makes
+            none while the critic learns alone.
 
     Raises:
         ValueError: see `FSDPEngine.initialize`, the model has no positions for the longest sequence, or the weights of
             ``init_from`` cannot be used.
     """
     role = run_roles(config)[name]
+    if num_training_steps is not None and name == "actor" and isinstance(config, Config):
+        num_training_steps = max(num_training_steps * (config.steps - config.frozen_steps) // config.steps, 1)
     if (start := role.config.init_from) is not None:
         world.together(lambda: find_start(start), ValueError)
     engine = FSDPEngine(

@@ -341,10 +341,11 @@ def test_aggregation(aggregation, uneven, tmp_path):
 
 
 def test_the_critic_learns_alone_at_first(model, tmp_path):
-    """The policy keeps its bits and the penalty its weight, then both move."""
+    """The policy keeps its bits and the penalty its weight, then both move. The policy's warm-up begins then."""
     critic = GAE["critic"] | {"freeze_actor_steps": 1}
     penalty = {"algorithm__kl_coef": 0.1, "algorithm__kl_target": 0.01, "algorithm__kl_horizon": 100}
-    trainer = PPOTrainer(toy_config(model, tmp_path, **GAE | penalty | {"critic": critic}))
+    schedule = {"actor__optimizer__schedule": "linear", "actor__optimizer__warmup_steps": 2}
+    trainer = PPOTrainer(toy_config(model, tmp_path, **GAE | penalty | schedule | {"critic": critic}))
     weights = {name: [p.detach().clone() for p in x.model.parameters()] for name, x in trainer.models.trained.items()}
 
     def changed(name: str) -> bool:
@@ -362,6 +363,8 @@ def test_the_critic_learns_alone_at_first(model, tmp_path):
     metrics = trainer.train_step(1).metrics
     assert "grad_norm" in metrics
     assert metrics["kl_coef"] != 0.1
+    assert metrics["learning_rate"] == pytest.approx(1e-2 / 2)
+    assert trainer.actor.num_training_steps == 2  # of three
     assert changed("actor")
     trainer.close()
 

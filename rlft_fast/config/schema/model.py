@@ -310,4 +310,6 @@ class CriticConfig(EngineConfig):
     value_clip: PositiveFloat = 0.2
     """How far a predicted value may move from its prediction at rollout before its loss is clipped."""
     freeze_actor_steps: NonNegativeInt = 0
-    """Steps at the start of the run in which the critic alone learns: values of a new critic tell the policy little."""
+    """Steps at the start of the run in which the critic alone learns: values of a new critic tell the policy little.
+
+    The schedule of the policy's learning rate begins behind them."""

@@ -472,6 +472,11 @@ class Config(RunConfig):
         return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
+    def frozen_steps(self) -> int:
+        """Steps at the start in which the critic alone learns. The policy's learning rate begins behind them."""
+        return 0 if self.critic is None else min(self.critic.freeze_actor_steps, self.steps)
+
+    @property
     def longest_scored(self) -> int:
         """Most tokens that a reward model reads: one more than a prompt and an answer have."""
         evaluation = self.evaluation

@@ -107,29 +107,32 @@ class Learner:
         A critic with workers of its own trains at the same time as the policy.
 
         The schedules of the learning rates follow the run: a step without anything to learn from counts as any other.
+        The policy's begins when the policy does.
 
         Args:
             experience: to learn from.
             rows: the sequences of each mini-batch.
         """
         algorithm, batch = self.config.algorithm, experience.batch
-        first_schedule_step = experience.step * algorithm.epochs * algorithm.mini_batches
 
-        def mini_batches() -> list[tuple[int, Batch]]:
+        def mini_batches(step: int) -> list[tuple[int, Batch]]:
+            """With the number of the optimizer step in the schedule, of which this is the step."""
             cut = [batch] if len(rows) == 1 else [batch.select(part) for part in rows]
-            return [*enumerate(cut, first_schedule_step)]
+            return [*enumerate(cut, step * algorithm.epochs * algorithm.mini_batches)]
 
         begun: dict[str, Future[dict[str, float]]] = {}
         critic = self.critic
         self.is_torn = critic is not None or self.actor.facts.num_ranks > 1
         if critic is not None:
             with critic.train_mode():
-                begun = {f"critic, step {n}": self._submit_critic_step(critic, part, n) for n, part in mini_batches()}
+                parts = mini_batches(experience.step)
+                begun = {f"critic, step {n}": self._submit_critic_step(critic, part, n) for n, part in parts}
         if self.freezes_actor(experience.step):
             found: dict[str, Any] = {"actor": Update({}, {}), **results(begun)}
         else:
             with self.actor.train_mode():
-                found = results({"actor": Future(lambda: self._actor_steps(mini_batches())), **begun})
+                own = mini_batches(experience.step - self.config.frozen_steps)
+                found = results({"actor": Future(lambda: self._actor_steps(own)), **begun})
         self.is_torn = False
         update: Update = found.pop("actor")
         metrics = merge_metrics([*map(_critic_metrics, found.values())]) if found else {}
@@ -137,7 +140,7 @@ class Learner:
 
     def freezes_actor(self, step: int) -> bool:
         """Whether the critic alone learns in a step."""
-        return self.config.critic is not None and step < self.config.critic.freeze_actor_steps
+        return step < self.config.frozen_steps
 
     def _actor_steps(self, mini_batches: list[tuple[int, Batch]]) -> Update:
         """The policy's optimizer steps, with the mismatch where no pass over the rollout gave it.
