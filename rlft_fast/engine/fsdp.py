@@ -442,14 +442,14 @@ class FSDPEngine(EngineState):
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
         names = LOSS_READS[self.require_head()]
         whole: dict[str, Any] = {}
+        if loss.needs_sequences:
+            whole = {"sequence_mean": sequence_mean(micro_batch, inputs, self.device)}
         ids = self._ids(micro_batch, inputs, loss)
         factor = scale * self.world.size  # FSDP averages gradients over ranks; the loss is a sum
         if self.require_head() != "logprob":
             outputs = (self.model(inputs),)
-            total = factor * loss.per_token(dict(zip(names, outputs, strict=True)) | fields).sum()
+            total = factor * loss.per_token(dict(zip(names, outputs, strict=True)) | fields, **whole).sum()
         elif loss.needs_sequences or couples(loss):  # a chunk of rows may hold a part of a sequence only
-            if loss.needs_sequences:
-                whole = {"sequence_mean": sequence_mean(micro_batch, inputs, self.device)}
             result = self.model(inputs, temperature=self.temperature, return_entropy=True)
             outputs = (result.logprob, result.entropy)
             total = factor * loss.per_token(dict(zip(names, outputs, strict=True)) | fields, **whole).sum()

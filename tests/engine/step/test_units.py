@@ -116,3 +116,29 @@ def test_ranks_that_share_sequences_cannot_couple_them(tiny_model):
     engine.config = engine.config.model_copy(update={"sequence_parallel": 2})
     with pytest.raises(ValueError, match="couples sequences, which ranks share where sequence_parallel is 2"):
         engine.forward_backward(pairs(), PairLoss())
+
+
+class Spread:
+    """(value - mean of the values of its sequence)², the mean over all sampled tokens."""
+
+    aggregation, max_response_tokens, needs_sequences = "token-mean", None, True
+    fields = ("loss_weight_T",)
+
+    def per_token(self, fields, sequence_mean):
+        return fields["loss_weight_T"] * (fields["new_value_T"] - sequence_mean(fields["new_value_T"])).square()
+
+    def metrics(self, fields, sequence_mean):
+        return {"mean": (fields["loss_weight_T"] * sequence_mean(fields["new_value_T"])).sum()}
+
+
+@pytest.mark.parametrize("max_tokens", [24, 128])
+def test_a_loss_of_values_gets_the_means_of_sequences(max_tokens, tiny_model):
+    engine, batch = make_engine(tiny_model("llama"), head="value", max_tokens=max_tokens), random_batch()
+    values = engine.infer(batch, ("value",))["value"].split(batch.lengths.tolist())
+    masks = batch.loss_mask_T.split(batch.lengths.tolist())
+    taught = [own[mask] for own, mask in zip(values, masks, strict=True) if mask.any()]
+    metrics = engine.train_step(batch, Spread())
+    spread = torch.cat([own - own.mean() for own in taught]).square().mean()
+    assert spread > 1e-3
+    assert metrics["loss"] == pytest.approx(spread.item(), rel=1e-4)
+    assert metrics["mean"] == pytest.approx(torch.cat(taught).mean().item(), abs=1e-5)
