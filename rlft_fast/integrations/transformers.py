@@ -35,7 +35,8 @@ class FusedLossTrainer(Trainer):
     Raises:
         ValueError: the model cannot be patched (an adapter on the head, for example), or its own loss is another one
             (labels that are not shifted, a z-loss). Or an option needs another loss: `compute_loss_func`,
-            `label_smoothing_factor`, `fp16`, `use_liger_kernel`, several GPUs in one process, or PEFT's CPT.
+            `label_smoothing_factor`, `fp16`, `use_liger_kernel`, several GPUs in one process, PEFT's CPT, or the
+            auxiliary loss of ShadowPEFT.
     """
 
     def __init__(self, model: Any = None, *args: Any, **options: Any) -> None:
@@ -47,6 +48,7 @@ class FusedLossTrainer(Trainer):
             (self.args.use_liger_kernel, "use_liger_kernel, which replaces the patched forward", "leave it out"),
             (self.args.n_gpu > 1, "several GPUs in one process", "launch it by torchrun"),
             (_prompt_learning(self.model) == "CPT", "CPT, which has a loss of its own", "use PromptTuningConfig"),
+            (_auxiliary_weight(self.model) > 0, "the loss that ShadowPEFT adds", "set auxiliary_loss_weight to 0"),
         ):
             if unfit:
                 raise ValueError(f"FusedLossTrainer does not know {what}: {advice}, or use transformers.Trainer")
@@ -68,11 +70,15 @@ class FusedLossTrainer(Trainer):
             inputs["logits_to_keep"] = targets.shape[1]
         if targets is None:
             targets = pad(labels[:, 1:], (0, 1), value=-100)
-        loss = model(**inputs, logprob_targets=targets, loss_fn=_cross_entropy).loss
-        if num_items_in_batch is None:
-            return loss / (targets != -100).sum()
-        num_replicas = self.accelerator.num_processes // self.get_tp_size()
-        return loss / num_items_in_batch * (num_replicas if self.args.average_tokens_across_devices else 1)
+        num_items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        # The model divides, because PEFT's AdaLoRA adds a term to its loss. FSDP2 does not round integers on their way.
+        num_items = torch.as_tensor(num_items, device=targets.device)
+        per_token = (num_items.expand_as(targets),)
+        loss = model(**inputs, logprob_targets=targets, loss_fn=_cross_entropy, per_token=per_token).loss
+        loss = loss + 0 / num_items  # nan without labels, as of the model
+        if num_items_in_batch is None or not self.args.average_tokens_across_devices:
+            return loss
+        return loss * (self.accelerator.num_processes // self.get_tp_size())
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -132,5 +138,10 @@ def _prompt_learning(model: Any) -> str | None:
     return str(config.peft_type.value) if getattr(config, "is_prompt_learning", False) else None
 
 
-def _cross_entropy(logprob: Tensor, entropy: Tensor | None) -> Tensor:
-    return -logprob
+def _auxiliary_weight(model: Any) -> float:
+    """Of a second loss, which PEFT computes of labels and adds to the model's."""
+    return getattr(getattr(model, "active_peft_config", None), "auxiliary_loss_weight", 0.0)
+
+
+def _cross_entropy(logprob: Tensor, entropy: Tensor | None, num_items: Tensor) -> Tensor:
+    return -logprob / num_items

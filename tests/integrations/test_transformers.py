@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from peft import (
+    AdaLoraConfig,
     AdaptionPromptConfig,
     CPTConfig,
     LoraConfig,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
+    ShadowConfig,
     get_peft_model,
 )
 from torch import Tensor
@@ -77,6 +79,9 @@ def make_trainer(
     )
 
 
+ADALORA = AdaLoraConfig("CAUSAL_LM", init_r=3, total_step=9, orth_reg_weight=3.0, target_modules=["q_proj", "v_proj"])
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -85,6 +90,8 @@ def make_trainer(
         ("gemma2", {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}),
         ("qwen2", {"peft": LoraConfig(r=2, target_modules="all-linear")}),
         ("llama", {"flat": True}),  # one row of several sequences
+        # Adds a term to the model's loss, which is about as large.
+        ("llama", {"peft": ADALORA, "gradient_accumulation_steps": 2}),
         # Patched before PEFT: a copy of the head is trained; virtual tokens inside of layers.
         ("llama", {"patched": True, "peft": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])}),
         ("llama", {"patched": True, "peft": AdaptionPromptConfig("CAUSAL_LM", adapter_len=3, adapter_layers=2)}),
@@ -156,6 +163,7 @@ def test_a_model_made_by_a_function(tiny_model, tmp_path):
             r"AdaptionPromptModel keeps the forward .* call patch_lm_head\(model\) before get_peft_model",
         ),
         ({"peft": CPTConfig("CAUSAL_LM", num_virtual_tokens=2, cpt_token_ids=[1, 2])}, "does not know CPT, which"),
+        ({"peft": ShadowConfig("CAUSAL_LM")}, "does not know the loss that ShadowPEFT adds: set auxiliary_loss_weight"),
     ],
 )
 def test_what_it_refuses(options, message, tiny_model, tmp_path):
