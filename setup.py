@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent
 MINIMUM_TORCH = (2, 11)
 # 0xMMmm000000000000: the oldest torch the binaries must load in. Decimal 11 is 0x0b.
 TARGET_VERSION = f"-DTORCH_TARGET_VERSION=0x{MINIMUM_TORCH[0]:02x}{MINIMUM_TORCH[1]:02x}000000000000ULL"
-CUDA_ARCHITECTURES = ("80", "90a", "100")
+CUDA_ARCHITECTURES = ("80", "90a", "100")  # nvcc knows the last one from CUDA 12.8 on
 # macOS wants to be told that the interpreter has Python's symbols, and always keeps the libraries that it is given.
 SHARED, KEEP_LIBRARIES = (
     ("-shared -undefined dynamic_lookup", "") if sys.platform == "darwin" else ("-shared", "-Wl,--no-as-needed")
@@ -73,15 +73,17 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc")
 
 
-def gencode() -> str:
-    """nvcc's options for the GPUs to compile for."""
+def gencode(nvcc: str) -> str:
+    """nvcc's options for the GPUs to compile for: those that are chosen, or those of the list that it knows."""
     chosen = os.environ.get("RLFT_FAST_CUDA_ARCHS", "").split()
     if wrong := [arch for arch in chosen if not re.fullmatch(r"\d{2,3}[af]?", arch)]:
         sys.exit(
             f"RLFT_FAST_CUDA_ARCHS has {wrong[0]!r}, which is no compute capability: "
             "name them without 'sm_' and divided by spaces, such as '90a' or '80 90a'."
         )
-    options = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in chosen or CUDA_ARCHITECTURES]
+    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout.split()
+    default = [arch for arch in CUDA_ARCHITECTURES if f"compute_{arch.rstrip('af')}" in known]
+    options = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in chosen or default]
     if not chosen:
         options.append(f"-gencode=arch=compute_{PTX_ARCHITECTURE},code=compute_{PTX_ARCHITECTURE}")
     return " ".join(options)
@@ -119,7 +121,7 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
         nvcc = find_nvcc()
         lines.append(
             f"rule nvcc\n  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 --threads 4 -Xptxas -v -Xcompiler "
-            f"-fPIC,-fvisibility=hidden {python} {gencode()} $flags -c $in -o $out "
+            f"-fPIC,-fvisibility=hidden {python} {gencode(nvcc)} $flags -c $in -o $out "
             "> $out.ptxas 2>&1 || (cat $out.ptxas; false)\n  depfile = $out.d\n  deps = gcc"
         )
         # cudart is linked statically: the library then depends on the driver alone, not on torch's CUDA major.

@@ -105,6 +105,13 @@ def pretend_torch(folder: Path, cuda: str | None = None) -> None:
     (folder / "torch.py").write_text(f'__version__ = "2.13.0"\nclass version: cuda = {cuda!r}\n')
 
 
+def pretend_program(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
 def test_missing_compiler_is_one_sentence(tmp_path):
     pretend_torch(tmp_path)
     assert re.fullmatch(r"rlft_fast cannot be .*'g\+\+' was not found: install .*\.", build_error("", str(tmp_path)))
@@ -135,17 +142,25 @@ def test_missing_torch_is_one_sentence(tmp_path):
 )
 def test_kernels_that_torch_would_not_load_are_left_out(cuda, asked, compiled, tmp_path):
     """Torch and nvcc are pretended: the build only has to be planned. A compiler that cannot be run ends it there."""
-    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
-    nvcc.parent.mkdir(parents=True)
-    nvcc.touch()
+    nvcc = pretend_program(tmp_path / "cuda" / "bin" / "nvcc", "exit 1")
+    compiler = pretend_program(tmp_path / "compiler", "exit 1")
     pretend_torch(tmp_path, cuda)
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\nexit 1\n")
-    compiler.chmod(0o755)
     output = failed_build(os.environ["PATH"], str(tmp_path), CUDA_HOME=str(nvcc.parents[1]), CXX=str(compiler), **asked)
     assert ("_C_cuda.abi3.so" in (tmp_path / "build.ninja").read_text()) == compiled
     says_so = "torch 2.13.0 is built without CUDA and would not load the CUDA kernels" in output
     assert says_so == (cuda is None and not compiled)
+
+
+@pytest.mark.parametrize(("known", "compiled"), [("80 89 90", "80 90a 90"), ("80 90 100 120", "80 90a 100 90")])
+def test_an_nvcc_compiles_for_the_gpus_that_it_knows(known, compiled, tmp_path):
+    """nvcc of CUDA 12.6 does not know sm_100, and ends where it is asked for it."""
+    listed = "".join(f"echo compute_{arch}; " for arch in known.split())
+    nvcc = pretend_program(tmp_path / "cuda" / "bin" / "nvcc", f"{listed} [ $1 = --list-gpu-arch ]")
+    compiler = pretend_program(tmp_path / "compiler", "exit 1")
+    pretend_torch(tmp_path, "12.6")
+    failed_build(os.environ["PATH"], str(tmp_path), CUDA_HOME=str(nvcc.parents[1]), CXX=str(compiler))
+    planned = re.findall(r"-gencode=arch=compute_\w+,code=(?:sm|compute)_(\w+)", (tmp_path / "build.ninja").read_text())
+    assert planned == compiled.split()
 
 
 @pytest.mark.skipif(not CUDA_LIBRARIES, reason="the CUDA kernels were not compiled")
