@@ -20,11 +20,11 @@ one extension after the other.
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-from glob import glob
 from pathlib import Path
 
 from setuptools import Distribution, Extension, setup
@@ -89,14 +89,25 @@ def gencode(nvcc: str) -> str:
     return " ".join(options)
 
 
+def shell_word(path: object) -> str:
+    """A path where ninja hands it to a shell."""
+    return shlex.quote(str(path)).replace("$", "$$")
+
+
+def file_name(path: object) -> str:
+    """A path where ninja itself reads it."""
+    return re.sub(r"[$ :]", r"$\g<0>", str(path))
+
+
 def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
     """The whole build as ninja text: one rule per compiler, one edge per source, one link per library."""
     import pybind11
 
     torch = torch_root()
-    cxx = find(os.environ.get("CXX", "g++"), "install a C++20 compiler (for example g++) or point CXX at one")
-    python = f"-I{sysconfig.get_path('include')}"
-    stable = f"-I{ROOT / 'csrc'} -I{torch / 'include'} {TARGET_VERSION} -DPy_LIMITED_API=0x030A0000"
+    found = find(os.environ.get("CXX", "g++"), "install a C++20 compiler (for example g++) or point CXX at one")
+    cxx, python = shell_word(found), f"-I{shell_word(sysconfig.get_path('include'))}"
+    includes = f"-I{shell_word(ROOT / 'csrc')} -I{shell_word(torch / 'include')}"
+    stable = f"{includes} {TARGET_VERSION} -DPy_LIMITED_API=0x030A0000"
     common = (
         "-std=c++20 -O3 -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden -Wall "
         f"{python} {os.environ.get('CXXFLAGS', '')}"
@@ -106,30 +117,32 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
         f"rule link\n  command = {cxx} {SHARED} $in -o $out $libs {os.environ.get('LDFLAGS', '')}",
     ]
 
-    def library(name: str, rule: str, sources: list[str], flags: str, libs: str) -> None:
+    def library(name: str, rule: str, sources: list[Path], flags: str, libs: str) -> None:
         compiled = []
         for source in sources:
-            compiled.append(f"{objects / name / Path(source).relative_to(ROOT / 'csrc')}.o")
-            lines.append(f"build {compiled[-1]}: {rule} {source}\n  flags = {flags}")
-        lines.append(f"build {outputs[name]}: link {' '.join(compiled)}\n  libs = {libs}")
+            compiled.append(file_name(f"{objects / name / source.relative_to(ROOT / 'csrc')}.o"))
+            lines.append(f"build {compiled[-1]}: {rule} {file_name(source)}\n  flags = {flags}")
+        lines.append(f"build {file_name(outputs[name])}: link {' '.join(compiled)}\n  libs = {libs}")
 
-    torch_libs = f"-L{torch / 'lib'} {KEEP_LIBRARIES} -ltorch_cpu -ltorch"
+    torch_libs = f"-L{shell_word(torch / 'lib')} {KEEP_LIBRARIES} -ltorch_cpu -ltorch"
     if "_C" in outputs:
-        library("_C", "cxx", [str(ROOT / "csrc/library.cpp"), *glob(f"{ROOT}/csrc/cpu/*.cpp")], stable, torch_libs)
-        library("_planner", "cxx", glob(f"{ROOT}/csrc/host/*.cpp"), f"-I{pybind11.get_include()}", "")
+        library("_C", "cxx", [ROOT / "csrc/library.cpp", *ROOT.glob("csrc/cpu/*.cpp")], stable, torch_libs)
+        pybind = f"-I{shell_word(pybind11.get_include())}"
+        library("_planner", "cxx", [*ROOT.glob("csrc/host/*.cpp")], pybind, "")
     if "_C_cuda" in outputs:
         nvcc = find_nvcc()
         lines.append(
-            f"rule nvcc\n  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 --threads 4 -Xptxas -v -Xcompiler "
-            f"-fPIC,-fvisibility=hidden {python} {gencode(nvcc)} $flags -c $in -o $out "
+            f"rule nvcc\n  command = {shell_word(nvcc)} -MD -MF $out.d -std=c++20 -O3 --threads 4 -Xptxas -v "
+            f"-Xcompiler -fPIC,-fvisibility=hidden {python} {gencode(nvcc)} $flags -c $in -o $out "
             "> $out.ptxas 2>&1 || (cat $out.ptxas; false)\n  depfile = $out.d\n  deps = gcc"
         )
         # cudart is linked statically: the library then depends on the driver alone, not on torch's CUDA major.
         # NVIDIA's installer puts it into lib64, conda and pip into lib.
         # torch's CUDA symbols stay undefined here and are found in the torch that loads the library.
-        cudart = " ".join(f"-L{Path(nvcc).resolve().parents[1] / folder}" for folder in ("lib64", "lib"))
+        toolkit = Path(nvcc).resolve().parents[1]
+        cudart = " ".join(f"-L{shell_word(toolkit / folder)}" for folder in ("lib64", "lib"))
         cuda_libs = f"{torch_libs} {cudart} -lcudart_static -ldl -lrt -lpthread"
-        library("_C_cuda", "nvcc", glob(f"{ROOT}/csrc/cuda/*.cu"), f"{stable} -DUSE_CUDA", cuda_libs)
+        library("_C_cuda", "nvcc", [*ROOT.glob("csrc/cuda/*.cu")], f"{stable} -DUSE_CUDA", cuda_libs)
     return "\n".join(lines) + "\n"
 
 
@@ -200,7 +213,7 @@ if not CUDA_ONLY:
     extensions += [Extension("rlft_fast._C", [], py_limited_api=True), Extension("rlft_fast._planner", [])]
 ASKS_FOR_CUDA_KERNELS = CUDA_ONLY or "RLFT_FAST_CUDA_ARCHS" in os.environ
 HAS_CUDA_KERNELS = (
-    find_nvcc() is not None and bool(glob(f"{ROOT}/csrc/cuda/*.cu")) and "RLFT_FAST_CPU_ONLY" not in os.environ
+    find_nvcc() is not None and any(ROOT.glob("csrc/cuda/*.cu")) and "RLFT_FAST_CPU_ONLY" not in os.environ
 )
 if HAS_CUDA_KERNELS:
     extensions.append(Extension("rlft_fast._C_cuda", [], py_limited_api=True))

@@ -123,6 +123,26 @@ def test_missing_compiler_named_by_cxx_is_one_sentence(tmp_path):
     assert re.fullmatch(r"rlft_fast cannot be compiled because 'no-such-compiler' was not found: .*\.", message)
 
 
+def test_folders_with_special_characters(tmp_path):
+    """Of the sources, the build, the compiler and torch. The compiler makes an empty file of its last option."""
+    folder = tmp_path / "it's $HOME [1]"
+    folder.mkdir()
+    (folder / "sources").symlink_to(ROOT)
+    (folder / "torch").mkdir()
+    pretend_torch(folder / "torch")
+    compiler = pretend_program(tmp_path / "a compiler" / "g++", 'while [ "$1" != -o ]; do shift; done; touch "$2"')
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder / "torch"), "CXX": str(compiler)}
+    command = [sys.executable, folder / "sources" / "setup.py", "-q", "build_ext"]
+    options = ["--build-temp", folder / "objects", "--build-lib", folder / "built"]
+    subprocess.run(
+        [*command, *options], cwd=ROOT, env=environment | {"RLFT_FAST_CPU_ONLY": "1"}, check=True, capture_output=True
+    )
+    libraries = {path.name.split(".")[0] for path in (folder / "built" / "rlft_fast").iterdir()}
+    assert libraries == {"_C", "_planner"}
+    sources = [*ROOT.glob("csrc/cpu/*.cpp"), *ROOT.glob("csrc/host/*.cpp"), ROOT / "csrc/library.cpp"]
+    assert len([*(folder / "objects").glob("*/**/*.o")]) == len(sources)
+
+
 def test_old_torch_is_one_sentence(tmp_path):
     (tmp_path / "torch.py").write_text('__version__ = "2.10.1+cpu"\n')
     message = build_error(os.environ["PATH"], str(tmp_path))
