@@ -205,6 +205,13 @@ def package_metadata(folder: Path, **environment: str) -> str:
     return path.read_text()
 
 
+def test_a_source_distribution_has_every_file(tmp_path):
+    package_metadata(tmp_path)
+    (sources,) = tmp_path.glob("*/SOURCES.txt")
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    assert set(tracked) - {*sources.read_text().splitlines()} == set()
+
+
 def test_links_of_a_release_lead_into_its_repository(tmp_path):
     repository = "https://example.org/rlft_fast"
     text = package_metadata(tmp_path, RLFT_FAST_REPOSITORY=repository)
