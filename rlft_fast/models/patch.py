@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
@@ -32,6 +33,7 @@ _KEYWORDS = (
     "temperature", "return_entropy", "return_sum_prob_squared", "return_top1", "return_mean_logits", "loss_fn",
     "per_token",
 )  # fmt: skip
+_FLOATS = ("temperature", "per_token")
 _MAX_UNASKED = 8  # forwards in training; a trainer may begin with a few that want logits
 
 _LIGER = "apply Liger with fused_linear_cross_entropy=False"
@@ -259,6 +261,31 @@ class _PatchedHead(LogprobHead, nn.Linear):  # type: ignore[inconsistent-inherit
         )
 
 
+class _Unrounded:
+    """Values in which FSDP2 finds no tensors. It rounds those that it finds to the param_dtype of a sharded model."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def on(self, device: torch.device) -> Any:
+        """The values where FSDP2 has moved all other tensors."""
+        if isinstance(self.values, (list, tuple)):
+            return tuple(x.to(device) if isinstance(x, Tensor) else x for x in self.values)
+        return self.values.to(device) if isinstance(self.values, Tensor) else self.values
+
+
+def _warn_of_rounded(model: PreTrainedModel, temperature: Any, per_token: Any) -> None:
+    """Warns of values that FSDP2 has found in the forward of a wrapper around the model, such as PEFT's."""
+    values = [temperature, *(per_token if isinstance(per_token, (list, tuple)) else ())]
+    narrow = [x.dtype for x in values if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)]
+    if narrow and any(isinstance(module, FSDPModule) for module in model.modules()):
+        warnings.warn(
+            f"temperature or per_token of {type(model).__name__} came in {narrow[0]}, to which FSDP2 rounds what a "
+            "wrapper around the model gets: use MixedPrecisionPolicy(cast_forward_inputs=False)",
+            stacklevel=2,
+        )
+
+
 def _patched_heads(head: nn.Module, name: str) -> list[_PatchedHead]:
     """The heads of which a forward calls one: the model's head, or the copies of it in PEFT's `modules_to_save`."""
     copies = getattr(head, "modules_to_save", None)
@@ -325,6 +352,10 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         per_token: tuple[Tensor, ...] = (),
         **inputs: Any,
     ) -> Any | LogprobOutput:
+        if logprob_targets is not None:
+            values: Any = (temperature, per_token)
+            temperature, per_token = (x.on(logprob_targets.device) if isinstance(x, _Unrounded) else x for x in values)
+            _warn_of_rounded(self, temperature, per_token)
         options = {
             "temperature": temperature, "return_entropy": return_entropy, "loss_fn": loss_fn, "per_token": per_token,
             "return_sum_prob_squared": return_sum_prob_squared, "return_top1": return_top1,
@@ -349,6 +380,8 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         return _ask(heads, model_class.__name__, own_forward, target=logprob_targets, **options)
 
     def call(self, *args: Any, **inputs: Any) -> Any:
+        if inputs.get("logprob_targets") is not None:
+            inputs |= {name: _Unrounded(inputs[name]) for name in _FLOATS if name in inputs}
         result = PreTrainedModel.__call__(self, *args, **inputs)
         if inputs.get("logprob_targets") is not None and not isinstance(result, LogprobOutput):
             raise ValueError(

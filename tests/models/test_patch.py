@@ -408,6 +408,32 @@ def check_rounded_outputs(mesh: DeviceMesh) -> None:
         )
 
 
+def check_unrounded_inputs(mesh: DeviceMesh) -> None:
+    """FSDP2 rounds floats that the root gets. In a wrapper around a patched model, it can only be told of."""
+    inputs = batch()
+    targets = next_tokens(**inputs)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    old = torch.linspace(-5, -4, targets.numel()).view_as(targets)
+    for root in (lambda model: model, lambda model: get_peft_model(model, LoraConfig("CAUSAL_LM", r=2))):
+        model = root(patched := patch_lm_head(build("nothing")))
+        for unit in (*patched.model.layers, model):
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = model(
+                **inputs, logprob_targets=targets, temperature=torch.full(targets.shape, 0.7),
+                per_token=(old,), loss_fn=lambda logprob, _, x: x + 0 * logprob,
+            )  # fmt: skip
+        told = [str(warning.message) for warning in caught if "cast_forward_inputs=False" in str(warning.message)]
+        if isinstance(model, PeftModel):
+            assert len(told) == 1
+            continue
+        assert told == []
+        assert result.loss.item() == pytest.approx(float(old[targets != -100].sum()), rel=1e-6)
+        expected = model(**inputs, logprob_targets=targets, temperature=0.7).logprob
+        torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-6)
+
+
 def check_patch_after_sharding(mesh: DeviceMesh) -> None:
     with pytest.raises(ValueError, match="patch the model before it is sharded"):
         patch_lm_head(fully_shard(build("nothing"), mesh=mesh))
@@ -420,6 +446,7 @@ def check_everything_sharded(rank: int) -> None:
     for shard in (shard_by_blocks, shard_as_accelerate):
         check_sharded(rank, mesh, "tied", shard)
     check_rounded_outputs(mesh)
+    check_unrounded_inputs(mesh)
     check_patch_after_sharding(mesh)
 
 
