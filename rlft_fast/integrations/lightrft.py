@@ -190,8 +190,10 @@ def _clipping(max_norm: float | None) -> Any:
         self.cur_step[name] += 1
         if self.cur_step[name] % self.accumulated_gradient:
             return None
-        norm = grad_norm(parameter for group in optimizer.param_groups for parameter in group["params"])
-        optimizer.step(**clip_coefficient(norm, max_norm)._asdict())
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = grad_norm(parameters)
+        # The norm is where ranks communicate, and FSDP2 may have offloaded the parameters.
+        optimizer.step(**clip_coefficient(norm.to(parameters[0].device), max_norm)._asdict())
         optimizer.zero_grad()
         scheduler.step()
         return norm

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from rlft_fast.integrations import lightrft
 from rlft_fast.integrations.lightrft import action_logprobs, enable
 from rlft_fast.ops import FusedAdamW
 from tests.support.machine.distributed import run_distributed
@@ -180,6 +182,19 @@ def test_critics_keep_their_forward():
     critic = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1))
     assert type(enabled().prepare_model(critic)) is LlamaForSequenceClassification
     assert critic.config._attn_implementation == "sdpa"
+
+
+def test_offloaded_parameters_step_where_they_are(monkeypatch):
+    """The norm is on a GPU then, and the parameters are in CPU memory. Here they are on two other devices."""
+    monkeypatch.setattr(lightrft, "grad_norm", lambda _: torch.tensor(2.0))
+    strategy, model = enabled(), nn.Linear(2, 2, device="meta")
+    strategy.cur_step, strategy.accumulated_gradient = Counter(), 1
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = FusedAdamW(model.parameters())
+    norm = strategy.optimizer_step(optimizer, model, ConstantLR(optimizer, factor=1.0))
+    assert norm == 2.0
+    assert len(optimizer.state) == 2
 
 
 def test_a_second_call_changes_max_norm_alone():
