@@ -60,7 +60,8 @@ def torch_root() -> Path:
 
 
 def find(tool: str, advice: str) -> str:
-    path = shutil.which(tool)
+    # A virtual environment's pip runs with the PATH outside of it.
+    path = shutil.which(tool) or shutil.which(tool, path=sysconfig.get_path("scripts"))
     if path is None:
         sys.exit(f"rlft_fast cannot be compiled because '{tool}' was not found: {advice}.")
     return path

@@ -123,6 +123,13 @@ def test_missing_compiler_named_by_cxx_is_one_sentence(tmp_path):
     assert re.fullmatch(r"rlft_fast cannot be compiled because 'no-such-compiler' was not found: .*\.", message)
 
 
+def test_ninja_beside_python_is_found_without_a_path(tmp_path):
+    pretend_torch(tmp_path)
+    compiler = pretend_program(tmp_path / "compiler", "exit 1")
+    message = build_error("", str(tmp_path), CXX=str(compiler))
+    assert message.startswith("rlft_fast could not be compiled: the compiler's message")
+
+
 def test_folders_with_special_characters(tmp_path):
     """Of the sources, the build, the compiler and torch. The compiler makes an empty file of its last option."""
     folder = tmp_path / "it's $HOME [1]"
