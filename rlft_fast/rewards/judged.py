@@ -56,14 +56,20 @@ class LanguageModelJudge:
             ValueError: there is none.
         """
         try:
-            text = json.loads(content)["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            choice = json.loads(content)["choices"][0]
+            text, reason = choice["message"]["content"], choice.get("finish_reason")
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"its answer is no chat completion: {content[:80]!r}") from error
-        found = self._score.findall(text) if isinstance(text, str) else []
+        text = text if isinstance(text, str) else ""
+        if reason == "length" and not self._score.fullmatch(text.strip()):  # a number among the reasons is no score
+            raise ValueError(
+                f"its answer is cut off at reward.server.judge.max_tokens={self._options['max_tokens']}, before the "
+                "score: raise it, or ask for a shorter answer"
+            )
         try:
-            score = float(found[-1])
+            score = float(self._score.findall(text)[-1])
         except (IndexError, ValueError) as error:
-            raise ValueError(f"its answer names no score: {str(text)[-80:]!r}") from error
+            raise ValueError(f"its answer names no score: {text[-80:]!r}") from error
         if not is_reward(score):
             raise ValueError(f"its score is {score:g}, expected a number of at most {LARGEST_REWARD:g} in size")
         return score

@@ -18,8 +18,9 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(asked)
         question = asked["messages"][0]["content"]
+        reason = "length" if self.server.cuts else "stop"
         content = b"{}" if "broken" in question else json.dumps(
-            {"choices": [{"message": {"role": "assistant", "content": question}}]}
+            {"choices": [{"message": {"role": "assistant", "content": question}, "finish_reason": reason}]}
         ).encode()  # fmt: skip
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
@@ -33,7 +34,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.asked = []
+    server.asked, server.cuts = [], False
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
@@ -65,6 +66,15 @@ def test_the_last_match_of_the_pattern_is_the_score(server):
         rewards = compute_rewards(function, ["p"] * 7, answers, [[1]] * 7, {})
     assert rewards[:2] == [3.0, 10.0]
     assert all(reward != reward for reward in rewards[2:])
+
+
+def test_an_answer_that_is_cut_off_has_no_score(server):
+    """Its last number is one of the reasons, unless there is nothing else."""
+    server.cuts = True
+    function = reward_of(server, "{{ completion }}")
+    with pytest.warns(UserWarning, match=r"1 of 2 .* cut off at reward\.server\.judge\.max_tokens=64, before"):
+        rewards = compute_rewards(function, ["p"] * 2, ["It has 3 mistakes, and", " 7\n"], [[1]] * 2, {})
+    assert (rewards[0] != rewards[0], rewards[1]) == (True, 7)
 
 
 @pytest.mark.parametrize(
