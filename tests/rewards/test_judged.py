@@ -6,9 +6,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from rlft_fast.config.schema.run import JudgeConfig
 from rlft_fast.rewards import LanguageModelJudge, ServerReward, compute_rewards
 
-NUMBER = r"(-?\d+(?:\.\d+)?)"
+NUMBER = JudgeConfig.model_fields["score"].default
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -66,6 +67,17 @@ def test_the_last_match_of_the_pattern_is_the_score(server):
         rewards = compute_rewards(function, ["p"] * 7, answers, [[1]] * 7, {})
     assert rewards[:2] == [3.0, 10.0]
     assert all(reward != reward for reward in rewards[2:])
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("I give it 8/10.", 8), ("Score: **8**/10", 8), ("8.5 out of 10 points", 8.5), ("2 / 3, and style 1 / 2", 1),
+        ("Of 10 points it has 7", 7), ("-1", -1),
+    ],
+)  # fmt: skip
+def test_points_of_points_are_the_score_by_default(text, score, server):
+    assert compute_rewards(reward_of(server, text), ["p"], ["c"], [[1]], {}) == [score]
 
 
 def test_an_answer_that_is_cut_off_has_no_score(server):

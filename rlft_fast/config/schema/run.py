@@ -67,8 +67,9 @@ class JudgeConfig(Section):
     """Name of the model on the server."""
     prompt: str
     """Jinja template of the question. It reads prompt, completion and the columns of the row."""
-    score: str = r"(-?\d+(?:\.\d+)?)"
-    """Pattern whose group is the score. The last match in the judge's answer counts; by default its last number."""
+    score: str = r"(-?\d+(?:\.\d+)?)(?:[\s*]*(?:/|out of)[\s*]*\d+(?:\.\d+)?)?"
+    """Pattern whose group is the score. The last match in the judge's answer counts; by default its last number, which
+    is 8 in 8/10 and in 8 out of 10."""
     max_tokens: MayChange[PositiveInt] = 1024
     """Most tokens of the judge's answer."""
 
