@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from rlft_fast.config import RowsConfig
@@ -90,6 +90,41 @@ class Conversation:
         with limits.one():
             return render(template, messages)
 
+    def require_shown(self, text: str, tokenizer: Tokenizer, limits: Limits) -> None:
+        """Refuses a conversation of which the template leaves out a message, as one of a role that it does not know.
+
+        The assistant's own are not looked at: templates leave out thoughts, and words beside calls of tools.
+
+        Args:
+            text: of the conversation.
+            tokenizer: has the template.
+            limits: of the template.
+
+        Raises:
+            ValueError: the template leaves out a message.
+            Exception: see `render`.
+        """
+        unseen = [i for i, message in enumerate(self.messages) if not _is_in(text, message)]
+        if not unseen:
+            return
+        marks = {i: f"{MARK}{i}x" for i in unseen}  # a template may change words, but shows a mark
+        messages = [m | {"content": marks[i]} if i in marks else m for i, m in enumerate(self.messages)]
+        shown = replace(self, messages=messages).render(tokenizer, limits, MARK if self.is_begun else None)
+        if dropped := [i for i, mark in marks.items() if mark not in shown]:
+            raise ValueError(
+                f"the chat template does not show message {dropped[0]}, of the role "
+                f"{self.messages[dropped[0]]['role']!r}, and the model would never see it: give it a role that the "
+                "template knows, or leave it out"
+            )
+
+
+def _is_in(text: str, message: Message) -> bool:
+    """Whether a text has the words of a message, if they are not the assistant's."""
+    content = message.get("content")
+    parts = [{"text": content}] if isinstance(content, str) else content if isinstance(content, list) else []
+    words = (str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    return message["role"] == "assistant" or all(own.strip() in text for own in words)
+
 
 class Rendered(NamedTuple):
     """A prompt as the model reads it."""
@@ -126,6 +161,7 @@ def render_row(
     if conversation.is_begun and last.get("tool_calls"):
         raise ValueError("its last message calls a tool: the result of the tool must follow")
     text = conversation.render(tokenizer, limits)
+    conversation.require_shown(text, tokenizer, limits)
     return Rendered(text, _end_of(text, last["content"]) if conversation.is_begun else "", conversation)
 
 

@@ -300,6 +300,7 @@ class Reader:
             conversation = conversation_of(messages, row, self.config, self.tokenizer)
             first += len(conversation.messages) - len(messages)  # the system prompt
         text, spans = self.spans.find(conversation, first)
+        conversation.require_shown(text, self.tokenizer, self.limits)
         self._require_short(text)
         if self.image_reader is not None:
             text, spans = _with_images(self.image_reader, text, spans, images)

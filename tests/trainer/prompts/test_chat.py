@@ -51,7 +51,7 @@ ASKING = [{"prompt": [USER, {"role": "assistant", "tool_calls": [call]}, RESULT]
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %} calls{% endif %}"
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{% if 'tool_calls' in m %} calls{% endif %}"
         "{% if m.name is defined %} {{ m.name }}{% endif %};{% endfor %}",
         "{{ messages | tojson }}",
         "qwen3",
@@ -142,6 +142,39 @@ def test_results_of_tools_may_be_mappings(tmp_path, tokenizer):
     assert '\n\n{"sum": "4"}<|eot_id|>' in load(tmp_path, tokenizer, "llama3_1", row).texts[0]
     with pytest.raises(ValueError, match=r"it writes the content {'sum': '4'} of message 2 as a literal: give a text"):
         load(tmp_path, tokenizer, ECHO, row)
+
+
+# Most write messages of roles that they know, and nothing of others. gptoss has one message of the developer's alone.
+@pytest.mark.parametrize(
+    ("template", "messages", "dropped"),
+    [
+        ("qwen2_5", [{"role": "developer", "content": "be brief"}, USER], "0, of the role 'developer'"),
+        ("qwen3", [USER | {"role": "human"}], "0, of the role 'human'"),
+        ("glm4moe", [USER, {"role": "gpt", "content": "4"}, USER], "1, of the role 'gpt'"),
+        ("phi3", [USER, {"role": "assistant", "content": "?"}, RESULT | {"content": "7"}], "2, of the role 'tool'"),
+        ("gptoss", [USER | {"role": "system"}, {"role": "system", "content": "be brief"}, USER], "1, of the role 'sys"),
+    ],
+)
+def test_messages_that_a_template_drops(template, messages, dropped, tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"cannot be applied to row 1 \(counted from 0\): ") as error:
+        load(tmp_path, tokenizer, template, {"prompt": [USER]}, {"prompt": messages})
+    assert f"the chat template does not show message {dropped}" in str(error.value)
+
+
+# gptoss writes results as JSON, qwen3 leaves thoughts out, gemma puts the system's words into the user's message, and
+# the last one takes words out that it obeys.
+@pytest.mark.parametrize(
+    ("template", "first"),
+    [
+        ("gptoss", [USER, {"role": "assistant", "tool_calls": [CALL]}, RESULT | {"content": 'a "b"\nc'}]),
+        ("qwen3", [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"}]),
+        ("gemma3", [{"role": "system", "content": " be brief\n"}]),
+        (ECHO.replace("m.content", "m.content | replace('/no', '')"), [{"role": "system", "content": "/no"}]),
+    ],
+)
+def test_messages_whose_words_a_template_changes_are_shown(template, first, tmp_path, tokenizer):
+    (text,) = load(tmp_path, tokenizer, template, {"prompt": [*first, USER]}).texts
+    assert text == tokenizer.apply_chat_template([*first, USER], tokenize=False, add_generation_prompt=True)
 
 
 # ---- what a template may take ---------------------------------------------------------------------------------------

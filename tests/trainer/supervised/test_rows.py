@@ -60,6 +60,15 @@ def test_every_form_of_a_row(tokenizer, tmp_path):
     assert found[4:] == [("ab<eos>", "ab<eos>")] * 2
 
 
+def test_a_message_that_the_template_drops(tokenizer, tmp_path):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for message in messages if message.role != 'developer' %}" + END.partition("%}")[2]
+    told = [{"role": "developer", "content": "Be brief."}, *say("a?", "b")]
+    for row in ({"messages": told}, {"prompt": told[:2], "completion": "b"}):
+        with pytest.raises(ValueError, match="row 1: the chat template does not show message 0, of the role"):
+            load(tokenizer, tmp_path, [{"messages": say("a?", "b")}, row])
+
+
 def test_texts_without_a_template(tokenizer, tmp_path):
     rows = load(tokenizer, tmp_path, [{"prompt": "a?", "completion": " b"}], chat=False)
     assert shown(tokenizer, rows, 0) == ("a? b<eos>", " b<eos>")
