@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -50,6 +50,11 @@ class Conversation:
     def is_begun(self) -> bool:
         """Whether the last message is the assistant's, which the answer continues."""
         return self.messages[-1]["role"] == "assistant"
+
+    @property
+    def last_words(self) -> str | None:
+        """The words of the last message, if it is the assistant's, as an answer for `render`."""
+        return words_of(self.messages[-1].get("content") or "") if self.is_begun else None
 
     def split(self, answer: str) -> tuple[list[Message], Message]:
         """The messages before an answer, and the answer as a message.
@@ -109,7 +114,7 @@ class Conversation:
             return
         marks = {i: f"{MARK}{i}x" for i in unseen}  # a template may change words, but shows a mark
         messages = [m | {"content": marks[i]} if i in marks else m for i, m in enumerate(self.messages)]
-        shown = replace(self, messages=messages).render(tokenizer, limits, MARK if self.is_begun else None)
+        shown = replace(self, messages=messages).render(tokenizer, limits, self.last_words)
         if dropped := [i for i, mark in marks.items() if mark not in shown]:
             raise ValueError(
                 f"the chat template does not show message {dropped[0]}, of the role "
@@ -156,7 +161,7 @@ def render_row(
         Exception: see `Conversation.render`, or the template does not read a variable that it is given.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else without_nulls(prompt)
-    conversation = conversation_of(messages, columns, config, tokenizer)
+    conversation = conversation_of(messages, columns, config, tokenizer, limits)
     last = conversation.messages[-1]
     if conversation.is_begun and last.get("tool_calls"):
         raise ValueError("its last message calls a tool: the result of the tool must follow")
@@ -166,9 +171,11 @@ def render_row(
 
 
 def conversation_of(
-    messages: list[Message], columns: Mapping[str, Any], config: RowsConfig, tokenizer: Tokenizer
+    messages: list[Message], columns: Mapping[str, Any], config: RowsConfig, tokenizer: Tokenizer, limits: Limits
 ) -> Conversation:
     """The messages of a row with its system prompt, tools and variables of the template, see `render_row`.
+
+    Arguments of calls are mappings, or JSON text for a template that takes text alone, whichever of them the row has.
 
     Raises:
         ValueError: the template does not read a variable that it is given.
@@ -179,7 +186,55 @@ def conversation_of(
     variables = config.template_kwargs | (_parsed(columns, "chat_template_kwargs", dict) or {})
     if tools or variables:
         _require_read(tokenizer, tools, variables)
-    return Conversation(messages, tools, variables)
+    return _with_arguments(Conversation(messages, tools, variables), tokenizer, limits)
+
+
+def _with_arguments(conversation: Conversation, tokenizer: Tokenizer, limits: Limits) -> Conversation:
+    """The conversation with arguments of calls as the template takes them.
+
+    Rows may have them as JSON text, as OpenAI's interface does. Most templates would write a text within JSON then, or
+    fail. Some templates add texts, and fail at mappings.
+    """
+    if not any(message.get("tool_calls") for message in conversation.messages):
+        return conversation
+    for change in (_as_mapping, _as_json):
+        messages = [_with_calls(message, change) for message in conversation.messages]
+        changed = replace(conversation, messages=messages)
+        try:
+            text = changed.render(tokenizer, limits, changed.last_words)
+        except (TimeoutError, MemoryError):
+            raise
+        except Exception:  # a template is code of the model's, and raises its own errors
+            continue
+        calls = [_function(call) for message in messages for call in message.get("tool_calls", ())]
+        given = [call.get("arguments") for call in calls if isinstance(call, dict)]
+        if not any(own and isinstance(own, dict) and str(own) in text for own in given):  # as Python writes it
+            return changed
+    return conversation
+
+
+def _with_calls(message: Message, change: Callable[[Any], Any]) -> Message:
+    """A message with changed arguments of its calls."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return call | {"function": changed(call["function"])}
+        return call | {"arguments": change(call["arguments"])} if "arguments" in call else call
+
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [*map(changed, calls)]} if calls else message
+
+
+def _as_mapping(arguments: Any) -> Any:
+    try:
+        found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def tools_of(columns: Mapping[str, Any]) -> list[Any] | None:
@@ -191,6 +246,7 @@ def tools_of(columns: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _function(tool: Any) -> Any:
+    """What a tool or a call has in its ``function``, which may be left out around it."""
     return tool.get("function", tool) if isinstance(tool, dict) else None
 
 

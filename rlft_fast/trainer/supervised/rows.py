@@ -297,7 +297,7 @@ class Reader:
         if tools and not reads(self.tokenizer, "tools", tools):
             conversation, first = self._as_in_episodes(row, tools, messages, first)
         else:
-            conversation = conversation_of(messages, row, self.config, self.tokenizer)
+            conversation = conversation_of(messages, row, self.config, self.tokenizer, self.limits)
             first += len(conversation.messages) - len(messages)  # the system prompt
         text, spans = self.spans.find(conversation, first)
         conversation.require_shown(text, self.tokenizer, self.limits)
@@ -338,7 +338,8 @@ class Reader:
         key = json.dumps(tools, default=str)
         style = self._styles.get(key) or self._styles.setdefault(key, next(find_styles(self.tokenizer, tools)))
         before, after = style.written(messages[:first]), style.written(messages[first:])
-        given = conversation_of([*before, *after], {**row, "tools": None}, self.config, self.tokenizer)
+        told = {**row, "tools": None}
+        given = conversation_of([*before, *after], told, self.config, self.tokenizer, self.limits)
         conversation = style.with_tools(given)
         return conversation, len(conversation.messages) - len(after)
 

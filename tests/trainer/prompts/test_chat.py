@@ -19,6 +19,7 @@ from tests.trainer.toy import write_rows
 
 STORED = Path(trl.__file__).parent / "chat_templates"  # templates of well-known models
 ECHO = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+CALLS = "{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}"
 USER = {"role": "user", "content": "2 + 2?"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 OTHER_CALL = {"type": "function", "function": {"name": "add", "arguments": {"b": "2"}}}
@@ -78,6 +79,42 @@ def test_keys_of_tools_and_parts_that_hold_null_are_missing_too(tmp_path, tokeni
     texts = load(tmp_path / "arrow", tokenizer, template, *rows, arrow=True).texts
     assert texts == load(tmp_path, tokenizer, template, *rows).texts
     assert [text.count("null") for text in texts] == [0, 1]  # the second row has no tools
+
+
+def with_arguments(*given) -> list[dict]:
+    """Rows with a call, with these arguments."""
+    calls = [CALL | {"function": {"name": "add", "arguments": arguments}} for arguments in given]
+    return [{"prompt": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, RESULT]} for call in calls]
+
+
+# The first three write a text of JSON as a text within JSON, gemma4 in braces of its own; the others fail at a text.
+# ECHO writes what it gets, as Python does, and deepseekv3 fails at a mapping: they get texts.
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        ("qwen2_5", '"arguments": {"a": 2, "b": "é"}}'),
+        ("llama3_2", '"parameters": {"a": 2, "b": "é"}}'),
+        ("gptoss", '{"a": 2, "b": "é"}<|call|>'),
+        ("gemma4_v3", 'call:add{a:2,b:<|"|>é<|"|>}'),
+        ("gemma4_v5", 'call:add{a:2,b:<|"|>é<|"|>}'),
+        ("glm4moe", "<arg_key>a</arg_key>\n<arg_value>2</arg_value>"),
+        ("qwen3_5_think", "<parameter=a>\n2\n</parameter>"),
+        ("deepseekv3", '```json\n{"a": 2, "b": "é"}\n```'),
+        (ECHO.replace(";", f"{CALLS};", 1), 'assistant:{"a": 2, "b": "é"};'),
+    ],
+)
+def test_arguments_of_calls_may_be_mappings_or_texts(template, written, tmp_path, tokenizer):
+    arguments = {"a": 2, "b": "é"}
+    rows = with_arguments(arguments, json.dumps(arguments, ensure_ascii=False))
+    from_mapping, from_text = load(tmp_path, tokenizer, template, *rows).texts
+    assert written in from_mapping
+    assert from_text == from_mapping
+
+
+def test_a_text_that_is_no_mapping_stays(tmp_path, tokenizer):
+    texts = load(tmp_path, tokenizer, "qwen3", *with_arguments("2 + 2", "[2]", "")).texts
+    found = [re.search('"arguments": (.*)}\n</tool_call>', text)[1] for text in texts]
+    assert found == ["2 + 2", "[2]", "{}"]
 
 
 # ---- what a message may hold ----------------------------------------------------------------------------------------

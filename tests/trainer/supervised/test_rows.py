@@ -60,6 +60,18 @@ def test_every_form_of_a_row(tokenizer, tmp_path):
     assert found[4:] == [("ab<eos>", "ab<eos>")] * 2
 
 
+def test_arguments_of_calls_in_json_text_are_taught_as_mappings(tokenizer, tmp_path):
+    tokenizer = copy.deepcopy(tokenizer)
+    calls = "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+    tokenizer.chat_template = END.replace("{{ message.content }}", "{{ message.content }}" + calls)
+    given = [{"name": "add", "arguments": arguments} for arguments in ({"a": 1}, '{"a": 1}')]
+    told = [say("1+1?", "") for _ in given]
+    for messages, call in zip(told, given, strict=True):
+        messages[1]["tool_calls"] = [{"type": "function", "function": call}]
+    rows = load(tokenizer, tmp_path, [{"messages": messages} for messages in told], max_sequence_tokens=256)
+    assert [shown(tokenizer, rows, i)[1] for i in range(2)] == ['{"name": "add", "arguments": {"a": 1}}<eos>'] * 2
+
+
 def test_a_message_that_the_template_drops(tokenizer, tmp_path):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% for message in messages if message.role != 'developer' %}" + END.partition("%}")[2]
