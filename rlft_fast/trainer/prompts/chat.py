@@ -176,10 +176,12 @@ def conversation_of(
     """The messages of a row with its system prompt, tools and variables of the template, see `render_row`.
 
     Arguments of calls are mappings, or JSON text for a template that takes text alone, whichever of them the row has.
+    An empty list of calls counts as missing: many templates ask whether there is one.
 
     Raises:
         ValueError: the template does not read a variable that it is given.
     """
+    messages = [{key: x for key, x in message.items() if key != "tool_calls" or x} for message in messages]
     if config.system_prompt is not None and not any(message["role"] in SYSTEM for message in messages):
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
     tools = tools_of(columns)

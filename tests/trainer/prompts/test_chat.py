@@ -81,6 +81,15 @@ def test_keys_of_tools_and_parts_that_hold_null_are_missing_too(tmp_path, tokeni
     assert [text.count("null") for text in texts] == [0, 1]  # the second row has no tools
 
 
+# llama3_2 and gptoss look for the call of such a message, and deepseekv3 writes the end of calls in place of its words.
+@pytest.mark.parametrize("template", ["llama3_2", "gptoss", "deepseekv3", "qwen2_5"])
+def test_an_empty_list_of_calls_is_missing(template, tmp_path, tokenizer):
+    messages = [USER, {"role": "assistant", "content": "4"}, USER]
+    rows = [{"prompt": [message | more for message in messages]} for more in ({}, {"tool_calls": []})]
+    plain, listed = load(tmp_path, tokenizer, template, *rows).texts
+    assert listed == plain == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
 def with_arguments(*given) -> list[dict]:
     """Rows with a call, with these arguments."""
     calls = [CALL | {"function": {"name": "add", "arguments": arguments}} for arguments in given]
