@@ -81,10 +81,6 @@ class AssistantSpans:
             ValueError: a message cannot be told from the text around it.
             Exception: the template fails, see `Conversation.render`.
         """
-        with self.limits.one():
-            return self._find(conversation, first)
-
-    def _find(self, conversation: Conversation, first: int) -> tuple[str, list[Span]]:
         taught = [i for i, x in enumerate(conversation.messages) if x["role"] == "assistant" and i >= first]
         if self._marks_generation(conversation):
             text, spans = self._find_marked(conversation)
@@ -123,7 +119,8 @@ class AssistantSpans:
             spans[:] = [Span(int(start), int(end)) for start, end in found[0]]
             return texts[0]
 
-        text = render(template, conversation.messages)
+        with self.limits.one():
+            text = render(template, conversation.messages)
         return text, spans
 
     # ---- other templates ----------------------------------------------------------------------------------------
@@ -132,8 +129,7 @@ class AssistantSpans:
         """Raises an error for a template of which nothing is found, or whose text around the words depends on them."""
         user = {"role": "user", "content": "Is it so?"}
         asked = Conversation([user])
-        with self.limits.one():
-            prompt, bare = self._render(asked, opens=True), self._render(asked)
+        prompt, bare = self._render(asked, opens=True), self._render(asked)
         self._header = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
         around: set[tuple[str, ...]] = set()
         for words in _PROBES:
@@ -253,7 +249,8 @@ class AssistantSpans:
             assert isinstance(text, str)
             return text
 
-        return render(template, conversation.messages)
+        with self.limits.one():  # not around a conversation, of which each message is rendered again
+            return render(template, conversation.messages)
 
 
 class _Skeleton(NamedTuple):

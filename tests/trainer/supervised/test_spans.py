@@ -80,6 +80,15 @@ def test_an_answer_without_a_thought_begins_behind_its_own_header(name, tokenize
     assert last == "It is 2.<|im_end|>"
 
 
+def test_a_template_has_its_time_for_each_rendering(tokenizer):
+    """Each answer takes some renderings of the whole conversation: thirty take a hundred times what a prompt takes."""
+    talk = Conversation([*say("1+1?"), *WITH_TOOL.messages[1:3] * 30, *say("", "It is 2.")[1:]], TOOLS)
+    tokenizer.chat_template, limits = (TEMPLATES / "qwen3.jinja").read_text(), Limits()
+    text, spans = AssistantSpans(tokenizer, "the model", limits).find(talk)
+    assert [text[span.start : span.end].count('"name": "add"') for span in spans] == [1] * 30 + [0]
+    assert limits.num_conversations > 3 * 30
+
+
 def test_messages_before_the_first_are_not_taught(tokenizer):
     for name in ("qwen3_instruct_2507", "qwen3_instruct_2507_training"):
         (found,) = said(tokenizer, (TEMPLATES / f"{name}.jinja").read_text(), TALK, first=3)
