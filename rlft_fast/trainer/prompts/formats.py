@@ -144,7 +144,38 @@ _FORMATS: dict[str, Callable[[str, str], list[Row]]] = {".csv": _rows_of_csv, ".
 
 def _read_parquet(path: Path) -> list[Row]:
     with parquet_file(path) as file:  # read_table would add columns of folders named as key=value
-        return file.read().to_pylist()
+        return rows_of_table(file.read())
+
+
+def rows_of_table(table: Any) -> list[Row]:
+    """The rows of a pyarrow table. Of columns of JSON, in which datasets writes values of mixed types, the values."""
+    readers = {field.name: read for field in table.schema if (read := _json_reader(field.type)) is not None}
+    rows = table.to_pylist()
+    for row in rows:
+        row.update({name: read(row[name]) for name, read in readers.items()})
+    return rows
+
+
+def _json_reader(kind: Any) -> Callable[[Any], Any] | None:
+    """Reads the texts of JSON in a value of a pyarrow type; None: it has none."""
+    import pyarrow
+
+    if isinstance(kind, getattr(pyarrow, "JsonType", ())):  # new in pyarrow 19
+        return _of_json
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        read = _json_reader(kind.value_type)
+        return None if read is None else lambda values: values and [*map(read, values)]
+    if pyarrow.types.is_struct(kind):
+        fields = {field.name: read for field in kind if (read := _json_reader(field.type)) is not None}
+        return (lambda value: value and value | {x: read(value[x]) for x, read in fields.items()}) if fields else None
+    return None
+
+
+def _of_json(text: str | None) -> Any:
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:  # datasets, too, takes it for a text then
+        return text
 
 
 def parquet_file(path: Path) -> Any:

@@ -20,7 +20,14 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import DataConfig
 from rlft_fast.errors import RunError, StepError, brief
 from rlft_fast.files import require_no_utf16
-from rlft_fast.trainer.prompts.formats import Row, parquet_file, parse_json, require_object, suffixes_of
+from rlft_fast.trainer.prompts.formats import (
+    Row,
+    parquet_file,
+    parse_json,
+    require_object,
+    rows_of_table,
+    suffixes_of,
+)
 from rlft_fast.trainer.prompts.loading import PromptReader, Prompts, ReadPrompt, checksum, prompts_of
 from rlft_fast.trainer.prompts.rows import RowSet, Stream, prompt_column, with_prompts
 
@@ -227,5 +234,5 @@ class _ParquetFile(_Unchanged):
             for group in np.unique(groups).tolist():
                 own = [n for n, other in zip(numbers, groups, strict=True) if other == group]
                 places = [n - int(self._starts[group]) for n in own]
-                found |= zip(own, file.read_row_group(group).take(places).to_pylist(), strict=True)
+                found |= zip(own, rows_of_table(file.read_row_group(group).take(places)), strict=True)
         return [found[number] for number in numbers]

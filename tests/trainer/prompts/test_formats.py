@@ -83,6 +83,20 @@ def test_messages_of_parquet_are_those_of_json(tmp_path):
     assert read_data(str(tmp_path / "rows.parquet")) == rows
 
 
+def test_values_of_mixed_types_in_parquet(tmp_path):
+    """datasets writes them as JSON: alone, in lists, and in the messages of a list."""
+    called = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    rows = [
+        {"prompt": [{"role": "user", "content": "a"}, called], "answer": 4, "level": 1},
+        {"prompt": [{"role": "user", "content": "b"}], "answer": {"x": "y"}, "level": None},
+        {"prompt": [{"role": "user", "content": "c"}], "answer": "no number", "level": 3},
+    ]
+    written = Dataset.from_list(rows, on_mixed_types="use_json")
+    written.to_parquet(tmp_path / "rows.parquet")
+    assert isinstance(pyarrow.parquet.read_schema(tmp_path / "rows.parquet").field("answer").type, pyarrow.JsonType)
+    assert read_data(str(tmp_path / "rows.parquet")) == written.to_list() == rows
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -6,6 +6,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets import Dataset
 
 from rlft_fast.config import DataConfig
 from rlft_fast.models import load_tokenizer
@@ -46,6 +47,13 @@ def test_streamed_rows_are_the_loaded_ones(tmp_path, tokenizer):
         assert streamed.order(3, 90, 7) == order
         for rows in (order, [*order[:5], order[2], 0, len(loaded) - 1]):
             assert streamed.select(rows) == loaded.select(rows)
+
+
+def test_values_of_mixed_types_in_parquet_are_streamed(tmp_path, tokenizer):
+    rows = [{"prompt": "a", "answer": 4}, {"prompt": "b", "answer": "x"}, {"prompt": "a b", "answer": {"c": [1]}}]
+    Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(tmp_path / "rows.parquet")
+    config = DataConfig(path=str(tmp_path / "rows.parquet"), streaming=True, chat=False)
+    assert stream_prompts(config, tokenizer, 64).select([2, 0, 1]).columns == {"answer": [{"c": [1]}, 4, "x"]}
 
 
 def test_a_run_that_streams_is_the_run_that_loads(tmp_path, tiny_model):
