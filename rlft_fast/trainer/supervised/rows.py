@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import SFTDataConfig, TaughtDataConfig
 from rlft_fast.data import Batch, image_table
 from rlft_fast.errors import brief, without_panics
-from rlft_fast.trainer.episodes import Style, find_styles
+from rlft_fast.trainer.episodes import THINKING, Style, find_styles
 from rlft_fast.trainer.prompts import (
     COLUMNS,
     SYSTEM,
@@ -301,6 +301,7 @@ class Reader:
             first += len(conversation.messages) - len(messages)  # the system prompt
         text, spans = self.spans.find(conversation, first)
         conversation.require_shown(text, self.tokenizer, self.limits)
+        _require_thought(messages[-1], text)
         self._require_short(text)
         if self.image_reader is not None:
             text, spans = _with_images(self.image_reader, text, spans, images)
@@ -406,6 +407,16 @@ def num_asked(prompt: Any, answer: Any) -> int:
         f"its prompt {brief(repr(prompt), 80)} is not in the conversation that answers it: give the answer alone, or "
         "leave the prompt out, for which data.prompt_column may name a column that no row has"
     )
+
+
+def _require_thought(last: Message, text: str) -> None:
+    """Raises ValueError where a template leaves out the assistant's last thought. It may leave out earlier ones."""
+    thoughts = {key: last[key] for key in THINKING if isinstance(last.get(key), str) and last[key].strip()}
+    if last["role"] == "assistant" and thoughts and not any(own.strip() in text for own in thoughts.values()):
+        raise ValueError(
+            f"the chat template does not show the thought in the last message's {min(thoughts)!r}, which would not be "
+            "learned: give it the key that the template reads, write it into the content, or leave it out"
+        )
 
 
 def _words(content: Any) -> str:

@@ -81,6 +81,20 @@ def test_a_message_that_the_template_drops(tokenizer, tmp_path):
             load(tokenizer, tmp_path, [{"messages": say("a?", "b")}, row])
 
 
+def test_a_thought_that_the_template_drops(tokenizer, tmp_path):
+    """Those of earlier turns may be dropped. A thought in a key that the template does not read was never learned."""
+    shows = "{% if loop.last and message.thinking %}<think>{{ message.thinking }}</think>{% endif %}"
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = END.replace("{{ message.content }}", shows + "{{ message.content }}")
+    messages = say("a?", "b", "c?", "d")
+    messages[1]["thinking"] = messages[3]["thinking"] = "hm\n"
+    rows = load(tokenizer, tmp_path, [{"messages": messages}], max_sequence_tokens=128)
+    assert shown(tokenizer, rows, 0)[1] == "b<eos><think>hm\n</think>d<eos>"
+    messages[3] = {"role": "assistant", "content": "d", "reasoning_content": "hm"}
+    with pytest.raises(ValueError, match="does not show the thought in the last message's 'reasoning_content', which"):
+        load(tokenizer, tmp_path, [{"messages": messages}], max_sequence_tokens=128)
+
+
 def test_texts_without_a_template(tokenizer, tmp_path):
     rows = load(tokenizer, tmp_path, [{"prompt": "a?", "completion": " b"}], chat=False)
     assert shown(tokenizer, rows, 0) == ("a? b<eos>", " b<eos>")
