@@ -131,6 +131,13 @@ class Samples:
         ids = self.token_ids_T.split(self.length_B.tolist())
         return [own[mask].tolist() for own, mask in zip(ids, masks, strict=True)]
 
+    def replies(self) -> list[list[list[int]]]:
+        """The tokens of each completion that the policy sampled, reply by reply: an environment speaks between two."""
+        masks = self.is_sampled_T.split(self.length_B.tolist())
+        ids = self.token_ids_T.split(self.length_B.tolist())
+        bounds = (np.flatnonzero(np.diff(mask.numpy(), prepend=False, append=False)).reshape(-1, 2) for mask in masks)
+        return [[own[start:end].tolist() for start, end in each] for own, each in zip(ids, bounds, strict=True)]
+
     @property
     def sampled_length_B(self) -> Tensor:
         """(B,) int64, tokens of each completion that the policy sampled."""

@@ -5,7 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -195,16 +195,20 @@ class Judge:
         return texts, self.functions.score(*self.answered(asked, texts), own.sampled_ids(), asked.columns)
 
     def _decode(self, samples: Samples) -> list[str]:
-        """What the policy has written, as functions, other models and the log read it."""
-        ids = samples.sampled_ids()
-        if not self.config.reward.keep_special_tokens:
-            return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        ends = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        ends -= {*split_stop(self.config.rollout.stop, self.tokenizer)[0]}  # a part of the answer
-        ended = zip(ids, samples.stopped_B.tolist(), strict=True)
-        return self.tokenizer.batch_decode(
-            [own[:-1] if stopped and own[-1] in ends else own for own, stopped in ended], skip_special_tokens=False
-        )
+        """What the policy has written, as functions, other models and the log read it.
+
+        Each reply of an episode begins a line: without a break, the replies 5 and 7 would be read as 57.
+        """
+        replies, keeps = samples.replies(), self.config.reward.keep_special_tokens
+        if keeps:
+            ends = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+            ends -= {*split_stop(self.config.rollout.stop, self.tokenizer)[0]}  # a part of the answer
+            for own, stopped in zip(replies, samples.stopped_B.tolist(), strict=True):
+                whole = own if stopped else own[:-1]  # of the replies, which have their end
+                own[: len(whole)] = [ids[:-1] if ids[-1] in ends else ids for ids in whole]
+        every = [ids for own in replies for ids in own]
+        texts = iter(self.tokenizer.batch_decode(every, skip_special_tokens=not keeps))
+        return ["\n".join(islice(texts, len(own))) for own in replies]
 
     def _with_models(self, prompts: Prompts, samples: Samples) -> Samples:
         assert samples.texts is not None

@@ -273,6 +273,23 @@ def test_special_tokens_are_kept_where_asked(model, tmp_path):
         assert Judge(config, tokenizer, World()).score(prompts, to_samples(completions)).reward_B.tolist() == expected
 
 
+def test_replies_of_an_episode_are_read_apart(model, tmp_path):
+    """After a 5 that was too low, a 7 is no 57. The ends of replies are no part of the text."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = Prompts(["a"] * 2, [tokenizer.encode("a")] * 2, {"answer": [7, 7]})
+    five, words, seven = (tokenizer.encode(text) for text in ("5<eos>", "too low", "7<eos>"))
+    ids = [*five, *words, *seven]
+    mask = [True] * len(five) + [False] * len(words) + [True] * len(seven)
+    whole = Completion(ids, [0.0] * len(ids), "stop", mask=mask)
+    cut = Completion(ids[:-1], [0.0] * len(ids[:-1]), "length", mask=mask[:-1])
+    for keeps in (False, True):
+        changes = {"reward__function": "rlft_fast.rewards:last_number", "reward__keep_special_tokens": keeps}
+        judge = Judge(toy_config(model, tmp_path, **changes), tokenizer, World())
+        samples = judge.score(prompts, to_samples([(0, whole), (1, cut)]))
+        assert samples.texts == ["5\n7"] * 2
+        assert samples.reward_B.tolist() == [1.0, 1.0]
+
+
 # Each of these read the policy's markup: another template, one token more, and both.
 @pytest.mark.parametrize(("template", "turn"), [(OTHER.replace("<turn>", ""), False), (TEMPLATE, True), (OTHER, True)])
 def test_a_reward_model_of_its_own_kind_scores_conversations_as_transformers_does(
