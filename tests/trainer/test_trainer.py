@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlft_fast.config import Config
 from rlft_fast.data import Batch
 from rlft_fast.trainer import PPOTrainer, train
+from rlft_fast.trainer.collect import mini_batch_rows
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.ranks import train_in_process
@@ -375,6 +376,25 @@ def test_a_new_critic_expects_nothing(model, tmp_path):
     assert row["completion_length_mean"] == 6.0  # so that sequences weigh alike
     assert row["critic_value_loss"] == pytest.approx(0.5 * np.square(reward_B).mean(), rel=1e-5)
     assert row["critic_explained_variance"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_the_explained_variance_is_that_of_all_returns(model, tmp_path):
+    """In the mini-batches it is another number, and unknown in one whose returns are equal."""
+    critic = GAE["critic"] | {"optimizer": {"learning_rate": 1e-12}}
+    options = {"reward__function": f"{HERE}:mostly_even", "algorithm__lam": 1.0, "algorithm__mini_batches": 8}
+    trainer = PPOTrainer(toy_config(model, tmp_path, **GAE | options | {"critic": critic}))
+    torch.nn.init.normal_(trainer.critic.model.head.weight, std=0.02)
+    trainer.start(0)
+    experience = trainer.collect(0)
+    batch = experience.batch
+    return_N, value_N = (x[batch.loss_mask_T].double() for x in (batch.return_T, batch.value_T))
+    assert len(return_N) == 16 * 6  # mini-batches have the same number of tokens
+    parts = [batch.select(rows) for rows in mini_batch_rows(batch, trainer.config.algorithm, seed=0)]
+    assert any(part.return_T[part.loss_mask_T].unique().numel() == 1 for part in parts)
+    expected = 1 - (return_N - value_N).var(correction=0) / return_N.var(correction=0)
+    found = trainer.learn(experience).metrics["critic_explained_variance"]
+    assert found == pytest.approx(expected.item(), abs=1e-4)
+    trainer.close()
 
 
 def test_seeds(model, tmp_path):

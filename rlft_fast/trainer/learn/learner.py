@@ -135,7 +135,7 @@ class Learner:
                 found = results({"actor": Future(lambda: self._actor_steps(own)), **begun})
         self.is_torn = False
         update: Update = found.pop("actor")
-        metrics = merge_metrics([*map(_critic_metrics, found.values())]) if found else {}
+        metrics = _critic_metrics(merge_metrics([*found.values()])) if found else {}
         return Update(metrics | update.metrics, update.outputs)
 
     def freezes_actor(self, step: int) -> bool:
@@ -187,7 +187,11 @@ class Learner:
 
 
 def _critic_metrics(values: Mapping[str, float]) -> dict[str, float]:
-    """What a run logs of an optimizer step of the critic."""
+    """What a run logs of the critic's update, from the means over its optimizer steps.
+
+    The moments of all returns give the explained variance. In a mini-batch whose returns hardly differ it is a large
+    negative number, which a mean over mini-batches would show.
+    """
     moments = {name: torch.tensor(value) for name, value in values.items()}
     names = ("grad_norm", "skipped_steps", "value_loss", "value_clip_share")
     metrics = {f"critic_{name}": values[name] for name in names}
