@@ -223,7 +223,8 @@ class Judge:
 class RewardModelReader:
     """How a reward model reads prompts with their answers.
 
-    A model with the policy's vocabulary and chat template gets the policy's own tokens. Another model gets each
+    A model with the policy's vocabulary and chat template gets the policy's own tokens, and behind an end token what
+    the template has there, such as a line break: the model has learned to score its last token. Another model gets each
     conversation in its own chat template, as `apply_chat_template` of its tokenizer makes it, and a text without a
     template as its tokenizer makes it, with its own special tokens.
 
@@ -236,7 +237,7 @@ class RewardModelReader:
     """
 
     def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.path = path
+        self.path, self.policy_tokenizer = path, tokenizer
         self.tokenizer = load_tokenizer(path)
         self.limits = Limits(memory=False)
         self.has_same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
@@ -277,12 +278,27 @@ class RewardModelReader:
             RewardError: the chat template fails.
         """
         asked, answers = prompts.answered(texts)
-        return [
-            [*prompts.token_ids[row], *token_ids[row]]
-            if (self.has_same_template if row in prompts.conversations else self.has_same_tokens)
-            else self._sequence(prompts.conversations.get(row), asked[row], answers[row])
-            for row in range(len(prompts))
-        ]
+        conversations = {id(x): x for x in prompts.conversations.values()}  # of prompts, which answers share
+        behind = {key: self._behind_answer(x) for key, x in conversations.items()} if self.has_same_template else {}
+
+        def sequence(row: int) -> list[int]:
+            conversation = prompts.conversations.get(row)
+            if not (self.has_same_tokens if conversation is None else self.has_same_template):
+                return self._sequence(conversation, asked[row], answers[row])
+            end = behind.get(id(conversation), [])
+            rest = end[1:] if end[:1] == token_ids[row][-1:] else []
+            return [*prompts.token_ids[row], *token_ids[row], *rest]
+
+        return [sequence(row) for row in range(len(prompts))]
+
+    def _behind_answer(self, conversation: Conversation) -> list[int]:
+        """The tokens that the policy's template has behind an answer, from the end token on; []: it shows no answer."""
+        try:
+            with without_panics():
+                _, answer, end = conversation.render(self.policy_tokenizer, self.limits, _ANSWER).rpartition(_ANSWER)
+                return self.policy_tokenizer.encode(end, add_special_tokens=False) if answer else []
+        except Exception:  # a template is code of the model's; what the policy has written is there in any case
+            return []
 
     def _sequence(self, conversation: Conversation | None, asked: str, answer: str) -> list[int]:
         what = "tokenizer"

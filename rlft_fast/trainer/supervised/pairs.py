@@ -96,8 +96,8 @@ def load_pairs(
         tokenizer: of the model.
         path: folder of the model and its tokenizer.
         sets: the rows.
-        scored: a reward model scores each sequence at its last taught token, or before it where that is padding.
-            Otherwise all taught tokens are asked of.
+        scored: a reward model scores each sequence at its last token that is no padding. Otherwise all taught tokens
+            are asked of.
 
     Raises:
         ValueError: see `load_rows`; or the two of a pair are equal.
@@ -106,18 +106,20 @@ def load_pairs(
     found = reader.each(sets, lambda row: _read(reader, config, row))
     sequences = [tokens for pair in found for tokens in (pair.chosen, pair.rejected)]
     if scored:
-        padding = padding_id(path)
-        sequences = [_scored_at_the_end(tokens, padding) for tokens in sequences]
+        padding, most = padding_id(path), config.max_sequence_tokens if config.overlong == "truncate" else None
+        sequences = [_scored_at_the_end(tokens, padding, most) for tokens in sequences]
     return PairRows(taught_rows(sequences, reader), np.array([pair.margin for pair in found], np.float32))
 
 
-def _scored_at_the_end(tokens: Tokens, padding: int | None) -> Tokens:
-    """A sequence up to its last taught token, with a token behind it, which is asked of and never runs.
+def _scored_at_the_end(tokens: Tokens, padding: int | None, most: int | None) -> Tokens:
+    """A sequence with a token behind it, which is asked of and never runs.
 
-    Tokens of padding are left out at its end. Where the token that ends texts is padding, too, classifiers of
-    transformers score the token before it.
+    Its last token may be a line break that the chat template has behind the end token: classifiers of transformers
+    score it there. Tokens of padding are left out at the end: where the token that ends texts is padding, too, they
+    score the token before it. Of a sequence that was cut at so many tokens, what follows its last taught token is left
+    out.
     """
-    end = tokens.taught.rindex(1) + 1
+    end = tokens.taught.rindex(1) + 1 if len(tokens.ids) == most else len(tokens.ids)
     while end > 1 and tokens.ids[end - 1] == padding:
         end -= 1
     return Tokens([*tokens.ids[:end], tokens.ids[end - 1]], alternating([end, 1]))

@@ -290,6 +290,21 @@ def test_replies_of_an_episode_are_read_apart(model, tmp_path):
         assert samples.reward_B.tolist() == [1.0, 1.0]
 
 
+def test_a_reward_model_reads_what_its_template_has_behind_the_end_of_an_answer(model, reward_model, tmp_path):
+    """Its last token is a line break, as behind the end token of Qwen. An answer that was cut off has neither."""
+    tokenizer = with_template(model, TEMPLATE.replace("<eos>", "<eos>\n"))
+    user = {"role": "user", "content": "2+2?"}
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": [user]}, {"prompt": [user]}])
+    prompts = load_prompts(DataConfig(path=str(path)), tokenizer, 64)
+    answers = [tokenizer.encode(text) for text in ("4<eos>", "4")]
+    chat = [user, {"role": "assistant", "content": "4"}]
+    whole = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    assert whole == [*prompts.token_ids[0], *answers[0], *tokenizer.encode("\n")]
+    scores = scorer_of(reward_model, tokenizer, 64).score(prompts, answers, ["4", "4"])
+    read = [whole, [*prompts.token_ids[1], *answers[1]]]
+    assert scores.tolist() == pytest.approx(scores_of_transformers(reward_model, read), abs=1e-5)
+
+
 # Each of these read the policy's markup: another template, one token more, and both.
 @pytest.mark.parametrize(("template", "turn"), [(OTHER.replace("<turn>", ""), False), (TEMPLATE, True), (OTHER, True)])
 def test_a_reward_model_of_its_own_kind_scores_conversations_as_transformers_does(

@@ -248,6 +248,20 @@ def test_a_prompt_that_conversations_have_in_them_is_asked_once(tmp_path):
     assert shown == pair * 7 + [(f"{longer}{word}<eos>\n", f"{word}<eos>") for word in "bc"]
 
 
+def test_a_conversation_is_scored_at_the_last_token_of_its_template(tmp_path):
+    """As by transformers; of one that was cut off, at the last token of an answer."""
+    model = save_tiny_model("llama-reward", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model, chat_template=CHATML.replace("<|im_end|>", "<eos>"))
+    row = {"chosen": say("a?", "b"), "rejected": say("a?", "c", "d?", "e")}
+    path = str(write_rows(tmp_path / "rows.jsonl", [row]))
+    whole = [tokenizer.apply_chat_template(row[name], tokenize=True, return_dict=False) for name in row]
+    for most, expected in ((256, whole), (len(whole[1]) - 20, [whole[0], whole[1][: len(whole[0]) - 1]])):
+        config = PairDataConfig(path=path, max_sequence_tokens=most, overlong="truncate")
+        found = load_pairs(config, tokenizer, str(model), read_sets(config), scored=True).sequences
+        assert [ids[:-1].tolist() for ids in found.token_ids] == expected
+        assert [taught.nonzero()[0].tolist() for taught in found.is_taught] == [[len(ids)] for ids in expected]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
