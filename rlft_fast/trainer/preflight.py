@@ -33,6 +33,7 @@ from rlft_fast.trainer.inputs import (
     require_equal_shares,
     require_generator_apart,
 )
+from rlft_fast.trainer.learn import check_embeddings
 from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.trainer.supervised import RowsData, check_row_lengths, check_row_tokens, rows_identity
 from rlft_fast.world import World
@@ -103,14 +104,16 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool | str = Fals
     checks.run(lambda: require_equal_shares(config, world_size))
     checks.run(lambda: require_generator_apart(config, world_size, world.device.type))
     inputs = checks.run(lambda: load_inputs(config, world))
-    lines = []
+    lines, sizes = [], dict[str, int]()
     for key, path in config.model_folders.items():
         model = None if path is None else checks.run(partial(_buildable, key, path))
         if model is not None:
             lines.append(_described_model(key, model))
+            sizes[key] = _num_embeddings(model)
             checks.run(partial(_check_fit, key, model, config, inputs, world))
             if key == "model":
                 checks.run(partial(_check_experts, model, config))
+    checks.run(partial(_check_teacher, config, sizes))
     if inputs is None:
         return lines
     if resume and not force:
@@ -133,11 +136,13 @@ def _check_rows(config: TaughtConfig, checks: Checks, *, resume: bool) -> list[s
     if isinstance(config, SFTConfig) and config.teacher is not None:
         teacher = checks.run(partial(_buildable, "teacher.model", config.teacher.model))
         lines += [] if teacher is None else [_described_model("teacher.model", teacher)]
+        found = {"model": model, "teacher.model": teacher}
+        sizes = {key: _num_embeddings(own) for key, own in found.items() if own is not None}
+        checks.run(partial(_check_teacher, config, sizes))
     if data is None:
         return lines
     if model is not None:
-        embedding = cast(nn.Embedding, model.pretrained.get_input_embeddings())
-        checks.run(lambda: check_row_tokens(embedding.num_embeddings, data))
+        checks.run(lambda: check_row_tokens(_num_embeddings(model), data))
     for key, own in (("model", model), ("teacher.model", teacher)):
         if own is not None:
             checks.run(partial(check_row_lengths, key, position_limit(own.backbone), data))
@@ -173,8 +178,22 @@ def _check_fit(key: str, model: RLModel, config: Config, inputs: Inputs | None, 
     if key == "model":
         check_support(config, model.backbone.config.get_text_config().hidden_size, world.device.type)
     if inputs is not None and not key.startswith("reward."):  # which may have a tokenizer of its own
-        embedding = cast(nn.Embedding, model.pretrained.get_input_embeddings())
-        check_tokens(key, embedding.num_embeddings, inputs.prompts, *inputs.held_out.values())
+        check_tokens(key, _num_embeddings(model), inputs.prompts, *inputs.held_out.values())
+
+
+def _num_embeddings(model: RLModel) -> int:
+    return cast(nn.Embedding, model.pretrained.get_input_embeddings()).num_embeddings
+
+
+def _check_teacher(config: Config | SFTConfig, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError for a teacher with fewer tokens than the model that learns, or than it is to name.
+
+    Args:
+        config: of the run.
+        sizes: number of embeddings of each model that can be used, by key.
+    """
+    if config.teacher is not None and {"model", "teacher.model"} <= sizes.keys():
+        check_embeddings(sizes["model"], sizes["teacher.model"], config.teacher)
 
 
 def _check_experts(model: RLModel, config: RunConfig) -> None:

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from rlft_fast.config import ConfigError
 from rlft_fast.data import Batch
+from rlft_fast.errors import Checks
 from rlft_fast.rl import grpo_advantage
-from rlft_fast.trainer import PPOTrainer, train
+from rlft_fast.trainer import PPOTrainer, check_inputs, train
 from rlft_fast.trainer.inputs import make_objective
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
@@ -197,9 +198,13 @@ def test_a_teacher_of_another_tokenizer(model, tmp_path, change, number):
 
 
 def test_a_teacher_that_lacks_embeddings(model, tmp_path):
+    """A dry run says so, too."""
     folder = save_tiny_model("llama", tmp_path / "teacher", vocab_size=60, pad_token_id=0)
-    with pytest.raises(ValueError, match=r"teacher\.model has embeddings of 60 tokens, but model has embeddings of"):
-        PPOTrainer(config_of(model, tmp_path, folder))
+    config, checks = config_of(model, tmp_path, folder), Checks()
+    with pytest.raises(ValueError, match=r"teacher\.model has embeddings of 60 tokens, but model has embedd") as raised:
+        PPOTrainer(config)
+    check_inputs(config, checks)
+    assert str(raised.value) in [*map(str, checks.found)]
 
 
 def test_more_ids_than_the_teacher_has_tokens(model, teacher, tmp_path):

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlft_fast.config import ConfigError
+from rlft_fast.errors import Checks
 from rlft_fast.rl import top_k_divergence
-from rlft_fast.trainer import RowsTrainer, train
+from rlft_fast.trainer import RowsTrainer, check_inputs, train
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, sft_config, texts
 from tests.trainer.toy import comparable, read_lines
@@ -92,6 +93,10 @@ def test_a_row_that_the_teacher_cannot_take(tiny_model, tmp_path):
 
 
 def test_a_teacher_that_lacks_embeddings(tiny_model, tmp_path):
+    """A dry run says so, too."""
     folder = save_tiny_model("llama", tmp_path / "teacher", vocab_size=60, pad_token_id=0)
-    with pytest.raises(ValueError, match=r"teacher\.model has embeddings of 60 tokens, but model has embeddings of"):
-        RowsTrainer(sft_config(tiny_model("llama"), tmp_path, teacher__model=str(folder)))
+    config, checks = sft_config(tiny_model("llama"), tmp_path, teacher__model=str(folder)), Checks()
+    with pytest.raises(ValueError, match=r"teacher\.model has embeddings of 60 tokens, but model has embedd") as raised:
+        RowsTrainer(config)
+    check_inputs(config, checks)
+    assert str(raised.value) in [*map(str, checks.found)]
