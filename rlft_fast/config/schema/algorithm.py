@@ -103,6 +103,8 @@ class AlgorithmConfig(Section):
                 "kl_estimator: k1 in the loss has no effect, because its gradient is 0 on average: set kl_in: reward, "
                 "or another estimator"
             )
+        if self.kl_coef and self.kl_in == "reward" and self.advantage == "none":
+            yield "kl_in: reward has no effect with advantage: none, which learns from no reward: set kl_in: loss"
         if self.filter_by is not None and not (self.skip_equal_groups or self.curriculum):
             yield "filter_by names what skip_equal_groups and curriculum compare: set one of them, too"
         if self.max_refills and not self.skip_equal_groups:

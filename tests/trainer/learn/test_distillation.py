@@ -160,6 +160,10 @@ def test_one_process_and_two_distil_the_same(model, teacher, tmp_path):
     ("changes", "message"),
     [
         ({"algorithm__advantage": "none"}, "none learns from a teacher alone: give a teacher section"),
+        (
+            {"teacher": {"model": "t"}, "algorithm": {"advantage": "none", "kl_coef": 0.1, "kl_in": "reward"}},
+            "kl_in: reward has no effect with advantage: none",
+        ),
         ({"teacher": {"weight": 1.0}}, r"teacher\.model"),
         ({"teacher": {"model": "t", "max_tokens": 13}}, r"teacher\.max_tokens is 13, but a sequence may have 14"),
         ({"teacher": {"model": "t"}, "reward": {}}, "reward.function is needed"),
