@@ -42,6 +42,7 @@ from rlft_fast.config import (
     run_roles,
     server_urls,
 )
+from rlft_fast.data import Batch
 from rlft_fast.engine import (
     CheckpointManager,
     Engine,
@@ -339,6 +340,17 @@ def _paths_of_rl(config: Config) -> dict[str, Any]:
     if critic is not None:
         critic = _started_from(critic).model_copy(update={"model": _absolute(critic.model)})
     return {"reward": reward, "critic": critic}
+
+
+def with_known_tokens(batch: Batch, engine: Engine) -> Batch:
+    """The batch as a critic or a reward model reads it, which may have fewer embeddings than the policy.
+
+    The policy may sample a row that pads its embeddings, and stands for no text. The model then reads its own last row:
+    the look-up of a missing one would end the process on a GPU.
+    """
+    last = engine.facts.num_embeddings - 1
+    is_known = bool((batch.input_ids_T <= last).all())
+    return batch if is_known else batch.replace(input_ids_T=batch.input_ids_T.clamp(max=last))
 
 
 def check_finite(key: str, engine: Engine) -> None:

@@ -397,6 +397,21 @@ def test_the_explained_variance_is_that_of_all_returns(model, tmp_path):
     trainer.close()
 
 
+def test_a_critic_with_fewer_embeddings_reads_its_last_token(model, tmp_path):
+    """In place of tokens that no text has, which the policy may sample all the same."""
+    folder = save_tiny_model("llama", tmp_path / "critic", vocab_size=128, pad_token_id=0, num_hidden_layers=1)
+    critic = GAE["critic"] | {"model": str(folder)}
+    trainer = PPOTrainer(toy_config(model, tmp_path, **GAE | {"critic": critic}))
+    torch.nn.init.normal_(trainer.critic.model.head.weight)
+    trainer.start(0)
+    batch = trainer.collect(0).batch
+    known = batch.replace(input_ids_T=batch.input_ids_T.clamp(max=127))
+    assert not torch.equal(known.input_ids_T, batch.input_ids_T)
+    torch.testing.assert_close(batch.value_T, trainer.critic.infer(known, ("value",))["value"])
+    assert trainer.train_step(0).metrics["critic_grad_norm"] > 0
+    trainer.close()
+
+
 def test_seeds(model, tmp_path):
     runs = [short_run(model, tmp_path / str(i), steps=1, seed=seed) for i, seed in enumerate((1, 1, 10**15))]
     assert runs[0] == runs[1]

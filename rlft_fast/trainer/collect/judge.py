@@ -35,6 +35,7 @@ from rlft_fast.rewards import (
 from rlft_fast.run import naming_start
 from rlft_fast.trainer.collect.experience import with_rewards
 from rlft_fast.trainer.episodes import environment_names
+from rlft_fast.trainer.models import with_known_tokens
 from rlft_fast.trainer.prompts import Conversation, Limits, Prompts
 from rlft_fast.world import SPANS, STOP, LeftEarlyError, World
 
@@ -370,7 +371,8 @@ class RewardModelScorer:
         asked = [*compress(sequences, fits_B.tolist())]
         if not asked:
             return score_B
-        scores = self.engine.score(Batch.from_samples(asked, [[] for _ in asked]))
+        batch = with_known_tokens(Batch.from_samples(asked, [[] for _ in asked]), self.engine)
+        scores = self.engine.score(batch)
         if (bad := ~scores.isfinite()).any():
             number = int(fits_B.nonzero()[bad.nonzero()[0]])
             raise RewardError(

@@ -15,7 +15,7 @@ from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl import ValueLoss, explained_variance
 from rlft_fast.trainer.collect import Experience, merge_metrics, mismatch
 from rlft_fast.trainer.learn.objective import Objective
-from rlft_fast.trainer.models import Models
+from rlft_fast.trainer.models import Models, with_known_tokens
 
 _OF_STEP = ("loss", "grad_norm", "learning_rate", "skipped_steps")  # metrics of an optimizer step without a token
 
@@ -63,7 +63,7 @@ class Learner:
         if self.config.algorithm.kl_coef:
             begun["reference"] = self._submit_reference(batch)
         if critic is not None:
-            begun["critic"] = critic.submit_infer(batch, ("value",))
+            begun["critic"] = critic.submit_infer(with_known_tokens(batch, critic), ("value",))
         found = results(begun)
         inferred = found.get("actor", {})
         old_logprob_T = None if objective.defers_old else inferred.get("logprob", batch.rollout_logprob_T)
@@ -170,7 +170,8 @@ class Learner:
 
     def _submit_critic_step(self, critic: Engine, mini_batch: Batch, schedule_step: int) -> Future[dict[str, float]]:
         assert self.value_loss is not None
-        return critic.submit_train_step(mini_batch.unweighted(), self.value_loss, schedule_step=schedule_step)
+        batch = with_known_tokens(mini_batch.unweighted(), critic)
+        return critic.submit_train_step(batch, self.value_loss, schedule_step=schedule_step)
 
     def utilisation(self, experience: Experience, seconds: float) -> dict[str, float]:
         """FLOP/s of a device in the update, and their share of the device's peak where the peak is known.

@@ -21,7 +21,7 @@ from rlft_fast.trainer.collect.judge import Judge, RewardModelReader, RewardMode
 from rlft_fast.trainer.prompts import Prompts, load_prompts
 from rlft_fast.world import World
 from tests.support.machine.distributed import run_distributed
-from tests.support.tiny_models import PAD_TOKEN_ID, VOCAB_SIZE
+from tests.support.tiny_models import PAD_TOKEN_ID, VOCAB_SIZE, save_tiny_model
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values, write_rows
 
 MISBEHAVING = HERE.parent.parent / "rewards" / "misbehaving.py"
@@ -168,6 +168,15 @@ def test_a_reward_model_with_the_policys_tokens_scores_them_as_transformers_does
     sequences = [[*prompt, *answer] for prompt, answer in zip(prompts.token_ids, answers, strict=True)]
     assert scores == pytest.approx(scores_of_transformers(reward_model, sequences), abs=1e-5)
     assert abs(scores[0] - scores[1]) > 0.01
+
+
+def test_a_reward_model_with_fewer_embeddings_reads_its_last_token(model, tmp_path):
+    """In place of a token that no text has, which the policy may sample all the same."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    folder = save_tiny_model("llama-reward", tmp_path / "reward", vocab_size=128, pad_token_id=0)
+    prompts = Prompts(["c"], [tokenizer.encode("c")], {})
+    (score,) = scorer_of(folder, tokenizer, 32).score(prompts, [[200, 65]], ["?"]).tolist()
+    assert [score] == pytest.approx(scores_of_transformers(folder, [[*prompts.token_ids[0], 127, 65]]), abs=1e-5)
 
 
 TEMPLATE = (
