@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rlft_fast.config import Config
+from rlft_fast.config import Config, ConfigError, load_config
 from rlft_fast.data import Batch, Images, Samples
 from rlft_fast.engine import weighted
 from rlft_fast.rl import AdvantageError
@@ -97,7 +97,7 @@ class PPOTrainer:
 
     def _load_models(self) -> None:
         algorithm = self.config.algorithm
-        num_training_steps = self.config.steps * algorithm.epochs * algorithm.mini_batches
+        num_training_steps = _scheduled_steps(self.config, self.replay) * algorithm.epochs * algorithm.mini_batches
         built = self.config if self.replay is None else without_generator(self.config)
         self.models = models = build_models(built, self.tokenizer, self.world, num_training_steps)
         self.actor, self.critic = models.actor, models.engines.get("critic")
@@ -273,6 +273,16 @@ class PPOTrainer:
             stack.callback(self.source.join)
             for part in filter(None, (self.models, self.evaluation_judge, self.judge, self.player, self.source)):
                 stack.callback(part.close)
+
+
+def _scheduled_steps(config: Config, replay: Path | None) -> int:
+    """Steps over which learning rates change: a replay of the first steps of a run has the rates of the whole run."""
+    if replay is None:
+        return config.steps
+    try:
+        return max(config.steps, load_config(replay / "config.yaml").steps)
+    except ConfigError:  # the folder has samples alone
+        return config.steps
 
 
 def _seed(config: Config, step: int) -> int:

@@ -178,6 +178,16 @@ def test_a_replay_repeats_the_training_bit_for_bit(changes, overlapped, monkeypa
         assert (again / name).read_bytes() == (run / name).read_bytes()
 
 
+def test_a_replay_of_the_first_steps_has_the_learning_rates_of_the_run(tiny_model, tmp_path):
+    falling = {"learning_rate": 1e-2, "schedule": "linear"}
+    changes = {"actor__optimizer": falling, "log_samples": True}
+    train(toy_config(tiny_model("shallow"), tmp_path / "recorded", steps=3, **changes))
+    train(toy_config(tiny_model("shallow"), tmp_path / "again", steps=2, **changes), replay=tmp_path / "recorded/run")
+    recorded = comparable(tmp_path / "recorded/run")
+    assert [row["learning_rate"] for row in recorded] == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
+    assert comparable(tmp_path / "again/run") == recorded[:2]
+
+
 def numbers(run: Path) -> list[dict]:
     """Without the times of waits."""
     return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in comparable(run)]
