@@ -13,10 +13,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from rlft_fast.config import Config, ConfigError, RunConfig, section_of, sections
 
-FLAGS = (
-    "-h", "--help", "--resume", "--force", "--replay", "--dry-run", "--fit", "--ray", "--no-memory-check", "--host",
-    "--port", "--show", "--samples", "--tokens",
-)  # fmt: skip
+_ALONE = ("-h", "--help", "--resume", "--force", "--dry-run", "--fit", "--ray", "--no-memory-check", "--tokens")
+FLAGS = (*_ALONE, "--replay", "--host", "--port", "--show", "--samples")
 """Options of ``train``, ``serve``, ``eval`` and ``data`` that are no configuration keys."""
 
 
@@ -47,7 +45,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             value = next(remaining, "--")
             if value.startswith("--"):
                 raise ConfigError(
-                    f"{option} needs a value: {option} VALUE or {option}=VALUE (only {', '.join(FLAGS)} stand alone)"
+                    f"{option} needs a value: {option} VALUE or {option}=VALUE (only {', '.join(_ALONE)} stand alone)"
                 )
         overrides[option.removeprefix("--")] = value
     return rest, overrides
