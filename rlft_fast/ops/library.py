@@ -44,7 +44,8 @@ def check_device(device: torch.device) -> None:
     if device.type == "cuda" and not has_cuda_kernels:
         raise ValueError(
             f"got tensors on {device}, but rlft_fast is here without its CUDA kernels: "
-            "pip install rlft_fast-cuda, or install the CUDA toolkit (nvcc), then build rlft_fast again."
+            "install the wheel of rlft_fast-cuda (RLFT_FAST_CUDA_ONLY=1 make wheel builds it), or install the CUDA "
+            "toolkit (nvcc), then build rlft_fast again."
         )
     if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"got tensors on {device}, expected cpu or cuda: move them to one of those.")

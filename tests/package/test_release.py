@@ -18,14 +18,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_no_page_or_message_installs_from_an_index():
-    """No index has rlft_fast: extras are installed from the source folder, or a message names the package."""
+    """No index has rlft_fast or rlft_fast-cuda: extras are installed from the source folder, kernels from a wheel."""
     files = [
         path
         for pattern in ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/*", "rlft_fast/**/*.py")
         for path in ROOT.glob(pattern)
     ]
     assert len(files) > 200
-    assert not [path for path in files if path.is_file() and re.search(r"[ '\"]rlft_fast\[", path.read_text("utf-8"))]
+    from_index = re.compile(r"[ '\"]rlft_fast\[|pip install rlft.fast")
+    assert not [path for path in files if path.is_file() and from_index.search(path.read_text("utf-8"))]
 
 
 def test_the_citation_names_this_version():
