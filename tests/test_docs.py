@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import nbformat
@@ -306,5 +307,8 @@ def test_names_of_files_and_modules_exist(page: str):
         r"\b(?:rlft_fast|benchmarks|tests|csrc|examples)/[\w/]*[a-z0-9_]\.(?:py|cpp|h|sh|yaml)\b", text
     ):
         assert (ROOT / path).exists(), f"{page} names {path}"
-    for name in re.findall(r"\brlft_fast(?:\.[a-z_]\w*)+(?!\w*\()", text):
-        pkgutil.resolve_name(name)
+    for name in re.findall(r"\brlft_fast(?:\.[A-Za-z_]\w*)+", text):
+        if not isinstance(pkgutil.resolve_name(name), ModuleType):  # then a face has it
+            module, _, attribute = name.rpartition(".")
+            assert attribute in import_module(module).__all__, f"{page} names {name}"
+            assert (ROOT / module.replace(".", "/")).is_dir() or module.startswith("rlft_fast.integrations.")

@@ -14,7 +14,7 @@ tracker       bytes that are allocated while operators run
 """
 
 from rlft_fast.engine.memory.decisions import changed
-from rlft_fast.engine.memory.engine import MemoryPlanError
+from rlft_fast.engine.memory.engine import MemoryPlanError, plan_engine_memory
 from rlft_fast.engine.memory.fit import (
     DoesNotFitError,
     advice,
@@ -38,6 +38,7 @@ __all__ = [
     "choose",
     "fitting_changes",
     "largest_actor_max_tokens",
+    "plan_engine_memory",
     "plan_memory",
     "surely_exceeds",
 ]
