@@ -1,6 +1,7 @@
 """Packages are imported through their faces: `from package import name`, where `__all__` has the name."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +37,16 @@ def test_what_another_package_uses_is_in_the_face_of_its_own():
     assert len(imports) > 100
     faces = {module: getattr(import_module(module), "__all__", []) for _, module, _ in imports}
     assert [(place, module, name) for place, module, name in imports if name not in faces[module]] == []
+
+
+def test_every_module_has_a_floor_and_the_guide_shows_the_floors():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    floors = [layer.replace("rlft_fast.", "").split(" | ") for layer in contract["layers"]]
+    paths = (path for pattern in ("*.py", "*/__init__.py") for path in (ROOT / "rlft_fast").glob(pattern))
+    names = {path.parent.name if path.name == "__init__.py" else path.stem for path in paths}
+    assert {name for floor in floors for name in floor} == names - {"rlft_fast", "__main__"}
+    guide = "".join(f"    {' · '.join(floor)}\n" for floor in floors)
+    assert f"\n\n{guide}\n" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_names_that_are_imported_on_first_use_are_found():
