@@ -29,6 +29,11 @@ def test_no_page_or_message_installs_from_an_index():
     assert not [path for path in files if path.is_file() and from_index.search(path.read_text("utf-8"))]
 
 
+def test_the_guide_lists_every_extra():
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(PROJECT["project"]["optional-dependencies"])
+
+
 def test_the_citation_names_this_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == rlft_fast.__version__
 
