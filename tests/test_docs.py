@@ -198,8 +198,13 @@ def run_command(rank: int, folder: Path, arguments: list[str]) -> None:
     assert main(arguments) == 0
 
 
-def test_first_run(reader):
-    read(ROOT / "docs" / "tutorials" / "first_run.md", ("rlft-fast",), {})
+def test_first_run(reader, capsys):
+    page = ROOT / "docs" / "tutorials" / "first_run.md"
+    read(page, ("rlft-fast",), {})
+    explained = re.search(r"Each line of the console is a step\.(.*?)Ctrl-C", page.read_text(), re.DOTALL)
+    assert explained
+    shown = capsys.readouterr().out.split()
+    assert {"reward_mean", "accuracy"} <= {*re.findall(r"`(\w+)`", explained[1])} <= {*shown}
     assert max(row["step"] for row in read_lines(reader / "runs" / "first" / "metrics.jsonl")) == 3
     assert (reader / "runs" / "first" / "view.html").exists()
     assert len((reader / "train.jsonl").read_text().splitlines()) == 30 * 29 // 2 - 100
