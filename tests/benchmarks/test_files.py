@@ -1,6 +1,7 @@
 """`rlft-fast bench` runs every file called bench_*, so each of them, and no other, holds a benchmark."""
 
 import ast
+import re
 from pathlib import Path
 
 from rlft_fast.cli.commands.bench import benchmark_files
@@ -25,3 +26,13 @@ def test_the_map_names_every_room_and_benchmark():
     rooms = {path.parent for path in BENCHMARKS.glob("*/*.py")}
     for path in (*rooms, *benchmark_files()):
         assert f"]({path.relative_to(BENCHMARKS)})" in text
+
+
+def test_every_report_is_in_the_map_and_in_the_site():
+    """The H100's report links those of its single shapes."""
+    maps = (BENCHMARKS / "README.md").read_text() + (BENCHMARKS / "results" / "h100.md").read_text()
+    linked = {link.removeprefix("results/") for link in re.findall(r"\]\(([\w/-]+\.md)\)", maps)}
+    site = (BENCHMARKS.parent / "mkdocs.yml").read_text()
+    reports = {path.name for path in (BENCHMARKS / "results").glob("*.md")}
+    assert reports <= linked
+    assert {name for name in reports if f": benchmarks/results/{name}\n" not in site} == set()
