@@ -34,7 +34,7 @@ class AlgorithmConfig(Section):
     skip_equal_groups: bool = False
     """Leave out a prompt if all its samples have the same reward (before length penalties): it would teach nothing."""
     filter_by: FunctionName | None = None
-    """What skip_equal_groups and curriculum compare: a name in reward.function, the task, or model; null: rewards."""
+    """Part of the reward, as samples.jsonl names it, that skip_equal_groups and curriculum compare; null: reward."""
     max_refills: NonNegativeInt = 0
     """With skip_equal_groups: most extra rollouts per step, sampled until prompts_per_step prompts are left."""
     first_samples: int | None = Field(default=None, ge=2)
