@@ -22,6 +22,7 @@ from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlft_fast.cli import main
+from rlft_fast.config import OBJECTIVES, sections
 from tests.support.machine.distributed import run_distributed
 from tests.trainer.toy import read_lines
 
@@ -31,6 +32,7 @@ PAGES = [
     for folder in (".", "docs", "docs/tutorials", "benchmarks", "examples")
     for path in sorted((ROOT / folder).glob("*.md"))
 ]
+CURRENT_PAGES = [page for page in PAGES if page != "CHANGELOG.md"]  # it also names what is gone
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]*)#?(?P<heading>[^)\s]*)\)")
 EXAMPLE = re.compile(r"^```python(?P<torchrun> torchrun)?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -305,7 +307,17 @@ def test_every_page_and_example_is_linked():
         assert f"]({path.name})" in examples
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])  # it also names what is gone
+@pytest.mark.parametrize("page", CURRENT_PAGES)
+def test_keys_of_configurations_exist(page: str):
+    keys = {key for config in OBJECTIVES.values() for key, _ in sections(config)}
+    keys |= {key.removeprefix("actor.") for key in keys if key.startswith("actor.optimizer.")}  # an engine has these
+    named_sections = "|".join({key.partition(".")[0] for key in keys if "." in key})
+    for key in re.findall(rf"`(?:--)?((?:{named_sections})(?:\.[a-z_]+)+)(?![\w(])", (ROOT / page).read_text()):
+        if not key.endswith(".py") and not key.startswith("data.training."):  # run.json has a checksum by this name
+            assert key in keys, f"{page} names {key}"
+
+
+@pytest.mark.parametrize("page", CURRENT_PAGES)
 def test_names_of_files_and_modules_exist(page: str):
     text = (ROOT / page).read_text()
     for path in re.findall(
