@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         sinks_of_own_heads,
     )
     from rlft_fast.models.ends import Ends, end_token_ids, generation_defaults, split_stop
-    from rlft_fast.models.folders import hidden_size, image_family, load_tokenizer, padding_id
+    from rlft_fast.models.folders import hidden_size, image_family, is_quantized, load_tokenizer, padding_id
     from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
     from rlft_fast.models.images import (
         ImageFamily,
@@ -130,6 +130,7 @@ __all__ = [
     "head_parameters",
     "hidden_size",
     "image_family",
+    "is_quantized",
     "keeps_float32",
     "layer_configs",
     "load",

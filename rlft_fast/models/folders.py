@@ -101,6 +101,12 @@ def image_family(path: str | Path) -> tuple[ImageFamily, PreTrainedConfig] | Non
     return (FAMILIES[config.model_type], config) if config.model_type in FAMILIES else None
 
 
+def is_quantized(path: str | Path) -> bool:
+    """Whether the weights in a folder are quantized. Raises ValueError for a folder that cannot be used."""
+    config = read_config(path)
+    return any(getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
+
+
 def read_config(path: str | Path):
     require_folder(path)
     _refuse_adapter(path)

@@ -137,6 +137,19 @@ def test_the_processor_of_images_gets_a_tokenizer(name, needs_tokenizer, tiny_mo
     assert ("--skip-tokenizer-init" in command) is not needs_tokenizer
 
 
+@pytest.mark.parametrize(("options", "entry"), [({}, '{"quant_method": ""}'), ({"quantization": "fp8"}, "null")])
+def test_a_server_has_plain_weights_where_the_folder_has_quantized_ones(options, entry, tiny_model, tmp_path):
+    """The run dequantizes them. Without the flag, vLLM would quantize as config.json says."""
+    rollout = Config.parse(MINIMAL | {"rollout": {"vllm": {"engine_options": options}}}).rollout
+    folder = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    before = server_command(str(folder), "float32", rollout, 64, host="h", port=8000, on_cpu=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    command = server_command(str(folder), "float32", rollout, 64, host="h", port=8000, on_cpu=True)
+    assert "--hf-overrides" not in before
+    assert command[command.index("--hf-overrides") + 1] == f'{{"quantization_config": {entry}}}'
+
+
 def test_options_of_the_engine_as_flags(tiny_model):
     options = {
         "max_num_batched_tokens": 64, "enforce_eager": False, "attention_config": {"backend": "x"},

@@ -34,6 +34,7 @@ from rlft_fast.rollout.vllm.requests import (
     completion_of,
     device_options,
     outputs_of,
+    plain_weights,
     require_version,
     vllm_requests,
 )
@@ -313,7 +314,9 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
     envs.disable_envs_cache()  # of the environment that an earlier vLLM in this process had
     _forget_left_groups()
     # Without adapters, the first sync brings the weights; a missing weight would show at once.
-    own = {"load_format": "dummy"} if model.adapter is None else adapter_options(model.adapter)
+    own = {"load_format": "dummy"} | plain_weights(model.path, config.vllm)
+    if model.adapter is not None:
+        own = adapter_options(model.adapter)
     return LLM(
         model.path,
         dtype=str(model.dtype).removeprefix("torch."),

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import SMALLEST_VLLM_TEMPERATURE, VLLMConfig
 from rlft_fast.errors import brief
-from rlft_fast.models import split_stop
+from rlft_fast.models import is_quantized, split_stop
 from rlft_fast.rollout.types import (
     Answers,
     Completion,
@@ -163,6 +163,23 @@ def device_options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         **config.engine_options,
     }
+
+
+def plain_weights(path: str, config: VLLMConfig) -> dict[str, Any]:
+    """The options by which vLLM has plain weights of a model whose folder has quantized ones.
+
+    The policy's weights are dequantized, and each sync brings plain ones. vLLM would round them into the layers of the
+    folder's kind of quantization, beside scales that no sync brings.
+
+    Args:
+        path: folder of the model.
+        config: of vLLM.
+    """
+    if not is_quantized(path):
+        return {}
+    # vLLM (0.32) asks the entry of a gpt-oss for its method, and rounds no weights itself where there is an entry.
+    entry = None if "quantization" in config.engine_options else {"quant_method": ""}
+    return {"hf_overrides": {"quantization_config": entry}}
 
 
 def answer_fitting(

@@ -34,7 +34,7 @@ from rlft_fast.rollout.vllm.answers import (
     WorkersFacts,
     read_answer,
 )
-from rlft_fast.rollout.vllm.requests import device_options
+from rlft_fast.rollout.vllm.requests import device_options, plain_weights
 from rlft_fast.rollout.vllm.scheduling import Patience, ServerError
 
 GENERATE = "/inference/v1/generate"
@@ -89,7 +89,7 @@ def server_command(
         port: port to listen at.
         on_cpu: whether the server computes on the CPU.
     """
-    options = device_options(config.vllm, on_cpu).items()
+    options = (device_options(config.vllm, on_cpu) | plain_weights(model, config.vllm)).items()
     return [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}",
         f"--host={host}", "--port", str(port), "--dtype", dtype, "--load-format", "dummy",

@@ -30,6 +30,7 @@ from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.rollout.vllm.requests import completion_of, vllm_requests
 from rlft_fast.trainer import train
 from rlft_fast.world.process_group import leave_process_group
+from tests.engine.models.test_model_folders import quantize_fp8
 from tests.support.machine.distributed import run_distributed
 from tests.support.runs.vllm_rollouts import (
     HEADS,
@@ -360,6 +361,26 @@ def check_rounded(engine: FSDPEngine, rollout: Rollout) -> None:
 def test_weights_in_fp8_are_those_of_now(process, tmp_path):
     folder = save_tiny_model("llama", tmp_path / "llama", **HEADS, intermediate_size=128, initializer_range=0.1)
     run_distributed(fp8, 1, folder, process)
+
+
+def dequantized(rank: int, path: Path, process: str) -> None:
+    torch.set_num_threads(1)
+    engine = make_engine(path)
+    rollout = make_rollout(engine, process=process)
+    for seed in range(2):
+        rollout.sync()
+        check_logprobs(engine, PROMPTS, sample(rollout, PROMPTS))
+        update(engine, seed)
+    rollout.close()
+
+
+@needs_vllm
+@pytest.mark.parametrize("process", ["colocated", pytest.param("separate", marks=pytest.mark.long)])
+def test_a_folder_of_fp8_weights(process, tmp_path):
+    """The policy dequantizes them, and vLLM has the policy's."""
+    folder = save_tiny_model("llama", tmp_path / "llama", **HEADS)
+    quantize_fp8(folder)
+    run_distributed(dequantized, 1, folder, process)
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
