@@ -92,7 +92,10 @@ class WeightStream:
         return [WeightMetadata(part.name, dtype, part.shape) for part, dtype in parts]
 
     def pieces(self) -> Iterator[Piece]:
-        """The weights in pieces no larger than a bucket where they are sharded: it needs no memory but a bucket's."""
+        """The weights in pieces no larger than a bucket where they are sharded: it needs no memory but a bucket's.
+
+        A weight that the checkpoint has transposed is one piece.
+        """
         return split_pieces(self._stream, self._parts)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -167,8 +170,13 @@ def split_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[CheckpointPar
         pieces: pieces of the model's weights.
         parts: for each of the model's weights, the checkpoint's parts in order. They cover the whole weight.
     """
+    transposed = PieceJoiner()
     for piece in pieces:
         own = parts[piece.name]
+        if own[0].is_transposed:
+            for _, whole in transposed.add(piece):
+                yield Piece(own[0].name, own[0].shape, 0, own[0].of(whole).view(-1), borrowed=False)
+            continue
         begin, end = piece.offset, piece.offset + piece.data.numel()
         for part in own[bisect_right(own, begin, key=lambda part: part.start) - 1 :]:
             first, last = max(part.start, begin), min(part.start + math.prod(part.shape), end)
@@ -191,7 +199,7 @@ def join_pieces(
     for piece in pieces:
         for name, whole in joiner.add(piece):
             for part in [CheckpointPart(name, whole.shape, 0)] if parts is None else parts[name]:
-                yield part.name, whole.view(-1)[part.start : part.start + math.prod(part.shape)].view(part.shape)
+                yield part.name, part.of(whole)
     joiner.finish()
 
 

@@ -31,6 +31,7 @@ CASES = {
     "lora-head": ("llama", {"lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "lm_head"]}}),
     "experts": ("deepseek-v3", {}),  # of a layer in one tensor, and a buffer that is no parameter
     "renamed": ("mixtral", {}),  # whose checkpoints call their layers otherwise
+    "transposed": ("qwen3-vl-moe", {}),  # whose published checkpoints have the matrices of experts the other way round
 }
 
 
@@ -55,7 +56,13 @@ def gathered_one_by_one(engine: FSDPEngine, dtype: torch.dtype | None) -> dict[s
             weight = weight + scale * (full(up).detach() @ full(down).detach())
         cast = dtype is not None and isinstance(tensor, torch.nn.Parameter)
         weights[name] = weight.to(dtype) if cast else weight
-    return revert_weight_conversion(engine.model.pretrained, weights)  # as save_pretrained writes them
+    written = revert_weight_conversion(engine.model.pretrained, weights)  # as save_pretrained writes them
+    # transformers reads both ways, and keeps the model's own where it writes. vLLM reads the published one alone.
+    is_transposed = engine.model.pretrained.config.model_type == "qwen3_vl_moe"
+    return {
+        name: weight.transpose(1, 2) if is_transposed and ".experts." in name else weight
+        for name, weight in written.items()
+    }
 
 
 def check_stream(engine: FSDPEngine) -> None:

@@ -194,14 +194,22 @@ class CheckpointPart(NamedTuple):
     shape: tuple[int, ...]
     start: int
     """Position of the first element in the flattened tensor of the model."""
+    is_transposed: bool = False
+    """Whether the checkpoint has the last two dimensions in the other order. It is then a whole tensor of the model."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of a tensor of the model, in the checkpoint's shape."""
+        if self.is_transposed:
+            return whole.transpose(-1, -2).contiguous()
+        return whole.reshape(-1)[self.start : self.start + math.prod(self.shape)].view(self.shape)
 
 
 def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[CheckpointPart]:
     """The tensors of the model's original checkpoint format that make up one tensor of the model.
 
     The weights of each expert are an example. Readers other than transformers 5 know only the original format. A tensor
-    stays whole, under the model's name, if the original tensors are not runs of its elements, because they are
-    transposed or made of several tensors of the model.
+    stays whole, under the model's name, if the original tensors are made of several tensors of the model, or of its
+    elements in another order than transposed.
 
     Args:
         model: a model on any device. Only its class and configuration matter.
@@ -221,6 +229,8 @@ def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) 
     for stored_name, part in stored.items():
         part = cast(Tensor, part[0] if isinstance(part, list) else part)
         first = int(part.flatten()[0])
+        if len(stored) == 1 < len(shape) and torch.equal(part, numbers.transpose(-1, -2)):
+            return [CheckpointPart(stored_name, (*shape[:-2], shape[-1], shape[-2]), 0, is_transposed=True)]
         if part.shape[-1:] != (2,) or not torch.equal(part.flatten(), torch.arange(first, first + part.numel())):
             return whole
         start = first // 2 * (shape[-1] if shape else 1)

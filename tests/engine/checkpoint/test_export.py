@@ -392,7 +392,7 @@ def test_export_run_of_masters_and_adapters(actor, tiny_model, tmp_path):
     assert any(not torch.equal(weights[name], start[name]) for name in weights)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "deepseek-v3", "mixtral", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["gemma2", "deepseek-v3", "mixtral", "qwen2.5-vl", "qwen3-vl-moe"])
 def test_other_architectures(name, tiny_model, tmp_path):
     """Also where a checkpoint's names and tensors are not those of the model in memory."""
     engine = make_engine(tiny_model(name))
