@@ -1,10 +1,10 @@
 """The routers of a mixture of experts: which experts they choose is recorded, and replayed in a later pass.
 
-A router of transformers returns its logits, the weights of the experts that it chose, and their numbers. It finds the
-numbers by one ``torch.topk`` over all experts. A replay answers this call with other numbers and the scores at these
-numbers, so that the weights are the router's own function of them. The scores are those before a mask, by which
-routers leave out groups of experts: DeepSeek-V2 takes its weights from masked scores, which are 0 outside of the groups
-that the router would choose now.
+A router of transformers returns its logits, the weights of the experts that it chose, and their numbers, or (Granite)
+the numbers first and the logits last. It finds the numbers by one ``torch.topk`` over all experts. A replay answers
+this call with other numbers and the scores at these numbers, so that the weights are the router's own function of them.
+The scores are those before a mask, by which routers leave out groups of experts: DeepSeek-V2 takes its weights from
+masked scores, which are 0 outside of the groups that the router would choose now.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class Routers:
             with _Choice(self.num_experts, self.top_k, replayed) as choice:
                 found = run(hidden, *args, **options)
             if layer not in routing.chosen:  # recomputed activations run a layer twice
-                routing.logits[layer], _, routing.chosen[layer] = found
+                routing.logits[layer], _, routing.chosen[layer] = _numbers_last(found)
                 routing.own[layer] = choice.own[0]
             return found
 
@@ -187,7 +187,7 @@ def _sizes(module: nn.Module, hidden_size: int) -> tuple[int, int] | None:
     meta = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()}
     hidden = torch.empty(3, hidden_size, dtype=next(module.parameters()).dtype, device="meta")
     try:
-        logits, weights, chosen = functional_call(module, meta, (hidden,))
+        logits, weights, chosen = _numbers_last(functional_call(module, meta, (hidden,)))
         num_experts, top_k = logits.shape[-1], chosen.shape[-1]
         with _Choice(num_experts, top_k, chosen) as choice:
             functional_call(module, meta, (hidden,))
@@ -195,6 +195,12 @@ def _sizes(module: nn.Module, hidden_size: int) -> tuple[int, int] | None:
         return None
     is_known = len(choice.own) == 1 and weights.shape == chosen.shape == (3, top_k)
     return (num_experts, top_k) if is_known and not chosen.dtype.is_floating_point else None
+
+
+def _numbers_last(found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """What a router returns, as logits, weights and numbers of experts."""
+    first, weights, last = found
+    return (last, weights, first) if last.dtype.is_floating_point else (first, weights, last)
 
 
 def _routers(backbone: PreTrainedModel) -> Iterator[nn.Module]:

@@ -19,8 +19,8 @@ from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 
 COEF = 0.5
-# Packed; more than 256 experts and a dense layer; scores that are no probabilities; padded; with a vision tower.
-FAMILIES = ["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe", "qwen3-vl-moe"]
+# Packed; more than 256 experts and a dense layer; scores that are no probabilities; numbers first; padded; a tower.
+FAMILIES = ["mixtral", "qwen3-moe", "gpt-oss", "granite-moe", "qwen3.5-moe", "qwen3-vl-moe"]
 
 
 def balanced(path: Path, **options) -> FSDPEngine:
@@ -107,7 +107,7 @@ def test_models_without_an_auxiliary_loss(name, message, tiny_model):
 
 def _weights_of(name: str, module, logits: Tensor, chosen: Tensor) -> Tensor:
     """The weights of chosen experts, by each family's equation."""
-    if name == "gpt-oss":
+    if name in ("gpt-oss", "granite-moe"):
         return logits.gather(-1, chosen).softmax(-1)
     if name == "deepseek-v3":
         scores = logits.sigmoid().gather(-1, chosen)
@@ -126,8 +126,9 @@ def forced_model(name: str, path: Path, batch: Batch) -> torch.nn.Module:
         sequence = iter(own)
 
         def force(module, args, output, sequence=sequence):
-            chosen = next(sequence)
-            return output[0], _weights_of(name, module, output[0], chosen), chosen
+            chosen, logits = next(sequence), output[-1 if name == "granite-moe" else 0]
+            forced = logits, _weights_of(name, module, logits, chosen), chosen
+            return forced[::-1] if name == "granite-moe" else forced
 
         router.register_forward_hook(force)
     return model
@@ -147,7 +148,7 @@ def _sequences(batch: Batch) -> list[list[int]]:
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "qwen3.5-moe", "qwen3-vl-moe"])
+@pytest.mark.parametrize("name", [*FAMILIES, "deepseek-v3"])
 def test_a_replay_is_the_model_with_these_experts(name, tiny_model, monkeypatch):
     path, batch = tiny_model(name), random_image_batch() if name == "qwen3-vl-moe" else random_batch()
     engine = make_engine(path, temperature=reference.TEMPERATURE, max_tokens=80 if batch.images else 48)

@@ -20,6 +20,8 @@ from transformers import (
     Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     InternVLConfig,
@@ -158,6 +160,12 @@ EXPERT_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
             "moe_intermediate_size": 8,
             "mlp_only_layers": [1],
         },
+    ),
+    # Its routers return the numbers of experts first.
+    "granite-moe": (
+        GraniteMoeForCausalLM,
+        GraniteMoeConfig,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "attention_multiplier": 0.5, "logits_scaling": 2.0},
     ),
     # It runs padded.
     "qwen3.5-moe": (
