@@ -152,6 +152,7 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
             f"{config.model_type}, the type of the model in {path}: choose another model"
         )
     quantizer = take_quantization(config, path)
+    _ask_for_no_more(config)
     options = {"dtype": dtype, "attn_implementation": own_implementation(config)}
     try:
         model = build_on_meta(lambda: auto_class.from_config(config, **options))
@@ -183,3 +184,15 @@ def _make_frozen_biases_buffers(model: PreTrainedModel) -> None:
             if not parameter.requires_grad and keeps_float32(model, f"{place}.{name}"):
                 delattr(module, name)
                 module.register_buffer(name, torch.zeros(parameter.shape))
+
+
+def _ask_for_no_more(config: PreTrainedConfig) -> None:
+    """Has a model return what is read here alone, whatever its config.json asks for beside it.
+
+    A model that was trained with an auxiliary loss asks for the logits of its routers. In generation, transformers
+    would then compute the loss of new tokens with the mask of all, and fail. States of layers would be kept for nobody.
+    """
+    for each in (config, config.get_text_config()):
+        for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+            if getattr(each, name, False):
+                setattr(each, name, False)

@@ -1,5 +1,7 @@
 """Rollouts against plain transformers and against the engine's own log-probabilities."""
 
+import json
+import shutil
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +29,7 @@ from transformers import (
 from rlft_fast.config import EngineConfig, OptimizerConfig, RolloutConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.models import PACKED_ATTENTION, Ends, PolicyModel, load_policy, load_tokenizer
+from rlft_fast.models import PACKED_ATTENTION, Ends, PolicyModel, load_policy, load_tokenizer, padded_attention
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import (
     Completion,
@@ -99,6 +101,19 @@ def test_a_padding_token_that_has_no_embedding(tiny_model):
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert tokenizer.pad_token_id == policy.model.config.vocab_size
     assert draw_samples(HFGenerator(policy, tokenizer, 64), PROMPTS, GREEDY) == expected
+
+
+def test_a_model_that_was_saved_to_return_more(tiny_model, tmp_path):
+    """Such as the logits of its routers, by config.json of a training with an auxiliary loss."""
+    folder = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "mixtral"))
+    config = json.loads((folder / "config.json").read_text())
+    more = {"output_router_logits": True, "output_hidden_states": True, "output_attentions": True}
+    (folder / "config.json").write_text(json.dumps(config | more))
+    expected, generator = draw_samples(make_generator(tiny_model("mixtral")), PROMPTS, GREEDY), make_generator(folder)
+    assert draw_samples(generator, PROMPTS, GREEDY) == expected
+    with padded_attention(generator.model.model):
+        found = generator.model.backbone(torch.tensor([PROMPTS[3]]))
+    assert found.hidden_states is found.router_logits is found.attentions is None
 
 
 # Drawn from all, from a few, and not drawn.
