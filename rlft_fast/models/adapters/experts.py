@@ -34,6 +34,8 @@ def expert_matrices(experts: Any) -> dict[str, nn.Parameter]:
 def adapt_experts(experts: Any, names: list[str], rank: int, scale: float) -> None:
     """Adds adapters, A (E, rank, in) and B (E, out, rank), to matrices of the experts of a layer, in place.
 
+    They are float32, as peft makes those of linear layers: FSDP takes one dtype of all that a block trains.
+
     Raises:
         ValueError: the rank is no multiple of 8.
     """
@@ -46,7 +48,7 @@ def adapt_experts(experts: Any, names: list[str], rank: int, scale: float) -> No
         num_experts, out_size, in_size = weight.shape
         if experts.is_transposed:
             in_size, out_size = out_size, in_size
-        options = {"dtype": weight.dtype, "device": weight.device}
+        options = {"dtype": torch.float32, "device": weight.device}
         experts.register_parameter(f"lora_A_{name}", nn.Parameter(torch.empty(num_experts, rank, in_size, **options)))
         experts.register_parameter(f"lora_B_{name}", nn.Parameter(torch.empty(num_experts, out_size, rank, **options)))
     experts.adapters = _Adapters(names, scale)
@@ -103,9 +105,8 @@ def _product(experts: Any, x: Tensor, name: str, expert: Tensor, offsets: Tensor
         out = out + getattr(experts, f"{name}_bias")[expert]
     adapters = experts.adapters
     if name in adapters.names and adapters.are_enabled:
-        low = product(x, getattr(experts, f"lora_A_{name}").transpose(1, 2), offs=offsets)
-        up = product(low, getattr(experts, f"lora_B_{name}").transpose(1, 2), offs=offsets)
-        out = out + adapters.scale * up
+        down, up = (getattr(experts, f"lora_{factor}_{name}").to(x.dtype).transpose(1, 2) for factor in "AB")
+        out = out + adapters.scale * product(product(x, down, offs=offsets), up, offs=offsets)
     return out
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.engine import FSDPEngine, export_hf
-from rlft_fast.models import low_rank_factors
+from rlft_fast.models import adapter_parameters, low_rank_factors
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
 from tests.support.machine.distributed import run_distributed
@@ -71,6 +71,20 @@ def test_targets_and_the_model_without_adapters(targets, tiny_model):
     assert matrices == {*EXPERTS} & ({*EXPERTS} if targets == ["all-linear"] else {*targets})
     dense = [key for key in low_rank_factors(engine.model) if key.endswith("mlp.down_proj.weight")]
     assert len(dense) == (targets != ["gate_up_proj"])
+
+
+def test_adapters_of_one_dtype_beside_bfloat16_weights(tiny_model):
+    """FSDP, which the second engine has, takes one dtype of all that a block trains: peft's are float32."""
+    found = []
+    for is_sharded in (False, True):
+        config = {"lora": LORA, "param_dtype": "bfloat16", "cpu_offload": is_sharded}
+        engine = make_engine(tiny_model("mixtral"), dtype="bfloat16", config=config, optimizer={"learning_rate": 0.01})
+        assert {x.dtype for x in adapter_parameters(engine.model).values()} == {torch.float32}
+        start = logprob(engine)
+        engine.train_step(random_batch(), policy_loss())
+        found.append(logprob(engine))
+        assert (found[-1] - start).abs().max() > 0.02
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
 
 
 def test_files_of_adapters_have_no_place_for_experts(tiny_model, tmp_path):
