@@ -76,6 +76,7 @@ def load_masters(path: str, model: RLModel, optimizer: Optimizer) -> None:
     optimizer.initialize_state()
     head = stored_head(path, model)
     tensors = checkpoint_tensors(model.pretrained) | head
-    masters = {name: optimizer.state[tensor]["master"] for name, tensor in tensors.items() if tensor.requires_grad}
+    states = {name: optimizer.state.get(tensor, {}) for name, tensor in tensors.items()}
+    masters = {name: state["master"] for name, state in states.items() if "master" in state}
     if masters:  # adapters alone are in no file
         load_weights(path, model.pretrained, into=masters, beside=head)

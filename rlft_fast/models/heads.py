@@ -535,8 +535,8 @@ class ValueModel(_HeadedModel):
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 values."""
-        hidden_UD = self.run_backbone(self.backbone, inputs)
-        return _reshaped(self.head(hidden_UD.index_select(0, inputs.active_index_A)).float(), *inputs.target_A.shape)
+        hidden_AD = self.run_backbone(self.backbone, inputs).index_select(0, inputs.active_index_A)
+        return _reshaped(self.head(hidden_AD.to(self.head.weight.dtype)).float(), *inputs.target_A.shape)
 
 
 class RewardModel(_HeadedModel):

@@ -87,6 +87,8 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
         adapt_experts(layer, names, rank, alpha / rank)
     if _HEAD in target_modules and isinstance(model, PolicyModel):
         model.head.add_lora(rank, alpha)
+    if isinstance(model, ValueModel):  # as peft's adapters: FSDP takes one dtype of all that a unit trains
+        model.head.float()
     trained = adapter_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
