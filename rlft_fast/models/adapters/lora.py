@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from rlft_fast.models.adapters.experts import (
     adapt_experts,
@@ -63,26 +64,23 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
     of_experts = {name for _, names in experts for name in names}
     targets = [name for name in targets if name not in of_experts or _has_linear(model, name)]
     if targets:
-        linear = {name: x for name, x in model.pretrained.named_modules() if isinstance(x, nn.Linear)}
-        named = "all-linear" if targets == ["all-linear"] else targets
+        linear = {name: x for name, x in model.pretrained.named_modules() if isinstance(x, (nn.Linear, Conv1D))}
         # A layer that is frozen already never runs.
         frozen = [name for name, x in linear.items() if _is_frozen(x)]
-        adapted: nn.Module = model.pretrained
-        if (
-            experts
-        ):  # peft would wrap their parameters, wherever it finds the configuration of a known mixture of experts
-            adapted = nn.Sequential(model.pretrained)
+        is_all = targets == ["all-linear"]
         options = peft.LoraConfig(
-            r=rank, lora_alpha=alpha, exclude_modules=frozen or None,
-            target_modules=[*linear] if experts and named == "all-linear" else named,
-        )  # fmt: skip
+            r=rank, lora_alpha=alpha, exclude_modules=frozen or None, target_modules=[*linear] if is_all else targets
+        )
+        # In a model with a configuration, peft takes names such as up_proj for experts, as transformers 4 had them, and
+        # refuses layers of Mamba, for kernels that run in train mode alone.
+        hidden_from_peft = nn.Sequential(model.pretrained)
         try:
-            peft.inject_adapter_in_model(options, adapted, _ADAPTER, low_cpu_mem_usage=True)
+            peft.inject_adapter_in_model(options, hidden_from_peft, _ADAPTER, low_cpu_mem_usage=True)
         except ValueError as error:
             raise ValueError(
                 f"lora.target_modules {targets} do not fit {type(model.pretrained).__name__}: {error}"
             ) from error
-        _check_adapted(model, [] if named == "all-linear" else targets)
+        _check_adapted(model, [] if is_all else targets)
     for layer, names in experts:
         adapt_experts(layer, names, rank, alpha / rank)
     if _HEAD in target_modules and isinstance(model, PolicyModel):
@@ -113,7 +111,7 @@ def _has_linear(model: RLModel, name: str) -> bool:
     )
 
 
-def _is_frozen(layer: nn.Linear) -> bool:
+def _is_frozen(layer: Any) -> bool:
     return not layer.weight.requires_grad
 
 

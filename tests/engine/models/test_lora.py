@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, FalconH1Config, FalconH1ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine, export_hf
+from rlft_fast.models import low_rank_factors
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
 from tests.engine.reference import (
@@ -19,6 +20,7 @@ from tests.engine.reference import (
     value_loss,
 )
 from tests.support.machine.distributed import run_distributed
+from tests.support.tiny_models import VOCAB_SIZE
 
 BLOCKS = {"rank": 4, "alpha": 8}
 HEAD_TOO = BLOCKS | {"target_modules": ["q_proj", "down_proj", "lm_head"]}
@@ -147,6 +149,44 @@ def test_critic_with_adapters_trains_its_head_too(tiny_model):
     engine.train_step(random_batch(), value_loss())
     assert not torch.equal(engine.infer(random_batch(), ("value",))["value"], before)
     assert {"model.head.weight", "model.head.bias"} <= engine.state_tensors().keys()
+
+
+# Names of experts in transformers 4 are names of dense layers. Frozen experts get none.
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [
+        (
+            "qwen3-moe",
+            {"lora": BLOCKS | {"target_modules": ["q_proj", "up_proj"]}},
+            {*(f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)), "model.layers.1.mlp.up_proj.weight"},
+        ),
+        (
+            "mixtral",
+            {"lora": BLOCKS, "freeze": ("*.experts.*",)},
+            {f"model.layers.{i}.self_attn.{x}_proj.weight" for i in range(3) for x in "qkvo"},
+        ),
+    ],
+    ids=["dense", "frozen"],
+)
+def test_linear_layers_beside_experts(name, config, expected, tiny_model):
+    assert low_rank_factors(make_engine(tiny_model(name), config=config).model).keys() == expected
+
+
+def test_layers_of_mamba(tmp_path):
+    """peft refuses them, for kernels that leave adapters out in train mode. Models are in eval mode here."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "mamba_d_ssm": 32,
+        "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    FalconH1ForCausalLM(FalconH1Config(**sizes)).save_pretrained(tmp_path / "model")
+    engine = trained(tmp_path / "model", BLOCKS)
+    assert {"in_proj", "out_proj", "q_proj"} <= {name.split(".")[-2] for name in low_rank_factors(engine.model)}
+    export_hf(engine, tmp_path / "hf")
+    start, merged = (infer(make_engine(tmp_path / name)) for name in ("model", "hf"))
+    assert (infer(engine) - start).abs().max() > 0.1
+    torch.testing.assert_close(infer(engine), merged, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
