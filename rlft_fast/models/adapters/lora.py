@@ -64,7 +64,8 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
     of_experts = {name for _, names in experts for name in names}
     targets = [name for name in targets if name not in of_experts or _has_linear(model, name)]
     if targets:
-        linear = {name: x for name, x in model.pretrained.named_modules() if isinstance(x, (nn.Linear, Conv1D))}
+        layers = ((name, x) for name, x in model.pretrained.named_modules() if not _is_router(x))
+        linear = {name: x for name, x in layers if isinstance(x, (nn.Linear, Conv1D))}
         # A layer that is frozen already never runs.
         frozen = [name for name, x in linear.items() if _is_frozen(x)]
         is_all = targets == ["all-linear"]
@@ -111,6 +112,11 @@ def _has_linear(model: RLModel, name: str) -> bool:
     )
 
 
+def _is_router(layer: nn.Module) -> bool:
+    """Whether a layer chooses experts. In PhiMoE and Llama 4 it is a linear layer that returns more than W x."""
+    return type(layer).__name__.endswith("Router")
+
+
 def _is_frozen(layer: Any) -> bool:
     return not layer.weight.requires_grad
 
@@ -136,9 +142,10 @@ def _check_adapted(model: RLModel, targets: list[str]) -> None:
     kind = type(model.pretrained).__name__
     if unused := [x for x in targets if not any(f".{name}".endswith(f".{x}") for name in adapted)]:
         raise ValueError(f"lora.target_modules has {', '.join(unused)}, but {kind} has no such layer: leave it out")
-    if other := [name for name, layer in adapted.items() if not isinstance(layer.base_layer, nn.Linear)]:
+    bases = {name: layer.base_layer for name, layer in adapted.items()}
+    if other := [name for name, base in bases.items() if _is_router(base) or not isinstance(base, nn.Linear)]:
         raise ValueError(
-            f"lora.target_modules {targets or 'all-linear'} would adapt {other[0]}, which in {kind} is no "
+            f"lora.target_modules {targets or 'all-linear'} would adapt {other[0]}, which in {kind} is no plain "
             "torch.nn.Linear, and such adapters cannot be merged: name linear layers, or train the whole model"
         )
 

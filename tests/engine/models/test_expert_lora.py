@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import PhimoeForCausalLM
 
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.models import adapter_parameters, low_rank_factors
 from tests.engine import reference
+from tests.engine.models.every_architecture import small_model
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
@@ -85,6 +87,14 @@ def test_adapters_of_one_dtype_beside_bfloat16_weights(tiny_model):
         found.append(logprob(engine))
         assert (found[-1] - start).abs().max() > 0.02
     torch.testing.assert_close(*found, rtol=0, atol=1e-4)
+
+
+def test_a_router_that_is_a_linear_layer_has_none(tmp_path):
+    """It returns more than a linear layer does."""
+    small_model("phimoe", PhimoeForCausalLM).save_pretrained(tmp_path)
+    engine = make_engine(tmp_path, config={"lora": LORA})
+    adapted = {key.split(".")[-2] for key in low_rank_factors(engine.model)}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "experts"}
 
 
 def test_files_of_adapters_have_no_place_for_experts(tiny_model, tmp_path):

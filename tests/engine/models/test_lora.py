@@ -194,8 +194,9 @@ def test_layers_of_mamba(tmp_path):
     [
         ("llama", ["no_such_layer"], "do not fit LlamaForCausalLM"),
         ("llama", ["q_proj", "proj"], "has proj, but LlamaForCausalLM has no such layer"),
-        ("llama", ["q_proj", "embed_tokens"], r"adapt model\.embed_tokens, .* is no torch\.nn\.Linear"),
-        ("gpt2", ["all-linear"], r"adapt transformer\.h\.0\.attn\.c_attn, .* is no torch\.nn\.Linear"),
+        ("llama", ["q_proj", "embed_tokens"], r"adapt model\.embed_tokens, .* is no plain torch\.nn\.Linear"),
+        ("gpt2", ["all-linear"], r"adapt transformer\.h\.0\.attn\.c_attn, .* is no plain torch\.nn\.Linear"),
+        ("llama4", ["q_proj", "router"], r"adapt model\.layers\.\d\.feed_forward\.router, .* is no plain torch"),
         (
             "llama4",
             ["all-linear"],
