@@ -513,10 +513,19 @@ def _beside_backbone(model: PreTrainedModel) -> list[str]:
 
 
 class ValueModel(_HeadedModel):
-    """A backbone with a scalar head, which gives V(s_t) at each active position. A new head gives 0 everywhere."""
+    """A backbone with a scalar head, which gives V(s_t) at each active position. A new head gives 0 everywhere.
+
+    Raises:
+        ValueError: transformers has the model with its lm_head alone (Llama 4 with images).
+    """
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
+        if backbone.get_output_embeddings() is not None:
+            raise ValueError(
+                f"transformers has no {type(backbone).__name__} without its lm_head, whose place a critic's head would "
+                "take: choose another critic.model"
+            )
         self.backbone = backbone
         self.choose_way(backbone)
         config, device = backbone.config.get_text_config(), next(backbone.parameters()).device
@@ -540,10 +549,20 @@ class ValueModel(_HeadedModel):
 
 
 class RewardModel(_HeadedModel):
-    """A sequence classification model with one label, whose logit is the reward of the text up to a position."""
+    """A sequence classification model with one label, whose logit is the reward of the text up to a position.
+
+    Raises:
+        ValueError: another module than a linear layer ``score`` makes the logit of the final hidden states.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        if not isinstance(getattr(model, "score", None), nn.Linear):
+            above = ", ".join(name for name, child in model.named_children() if child is not model.base_model)
+            raise ValueError(
+                f"{type(model).__name__} classifies by {above or 'modules of its own'}, not by one linear layer score: "
+                "choose a reward model of a causal language model (Llama, Qwen, Gemma, ...)"
+            )
         self.model = model
         self.choose_way(model)
 

@@ -15,10 +15,13 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertModel,
+    CTRLConfig,
+    CTRLForSequenceClassification,
     Gemma3TextConfig,
     Gemma3TextModel,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Llama4ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -34,6 +37,7 @@ from transformers import (
 
 from rlft_fast.models import (
     PACKED_ATTENTION,
+    ValueModel,
     build_critic,
     build_policy,
     build_reward_model,
@@ -46,6 +50,7 @@ from rlft_fast.models import (
     require_fixed_rope,
     require_packed_attention,
 )
+from tests.engine.models.every_architecture import small_model
 from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID
 
 LOADERS = [load_policy, load_critic]
@@ -561,6 +566,16 @@ def test_rotary_embeddings_by_layer_type():
     require_fixed_rope(backbone, 16)
     with pytest.raises(ValueError, match=r"17 tokens, but the dynamic rotary embeddings of Gemma3TextModel .* 16"):
         require_fixed_rope(backbone, 17)
+
+
+def test_heads_that_are_not_known_are_refused(tmp_path):
+    """Of a reward model with another head than `score`, and of a critic whose backbone comes with a head alone."""
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 8, "dff": 8, "n_layer": 1, "n_head": 2}
+    CTRLForSequenceClassification(CTRLConfig(**sizes, num_labels=1, pad_token_id=0)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="CTRLForSequenceClassification classifies by classifier, not by one linear"):
+        build_reward_model(tmp_path)
+    with pytest.raises(ValueError, match="no Llama4ForConditionalGeneration without its lm_head, whose place a critic"):
+        ValueModel(small_model("llama4", Llama4ForConditionalGeneration))
 
 
 def test_a_critic_that_sees_later_tokens_is_refused(tmp_path):
