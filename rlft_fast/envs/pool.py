@@ -106,16 +106,18 @@ class EnvironmentPool:
                 raise
         return numbers
 
-    def reset(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
+    def reset(self, rows: Mapping[int, Mapping[str, Any]], seeds: Mapping[int, int] | None = None) -> dict[int, Answer]:
         """Begins episodes.
 
         Args:
             rows: for each episode the columns of its row.
+            seeds: for each episode the seed of its random states, in [0, 2^63); None: its number.
 
         Returns:
             For each episode ``{"messages"}``, or why it failed; it has then ended.
         """
-        return self._call({number: {"row": row} for number, row in rows.items()}, ("messages",))
+        seeds = dict(zip(rows, rows, strict=True)) if seeds is None else seeds
+        return self._call({number: {"row": row, "seed": seeds[number]} for number, row in rows.items()}, ("messages",))
 
     def step(self, messages: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
         """Gives episodes the policy's messages.

@@ -11,6 +11,7 @@ import gc
 import io
 import json
 import os
+import random
 import signal
 import socket
 import struct
@@ -104,7 +105,6 @@ def _run(file: int, open_door: Callable[[], Door], most_characters: int) -> NoRe
     for stream in (1, 2):  # 64 episodes print at once, and a million lines of one would fill a disk
         os.dup2(null, stream)
     os.write(file, PID.pack(os.getpid()))
-    _draw_anew()
     pid, loop = os.getpid(), asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     own: list[Door] = []
@@ -119,14 +119,16 @@ def _run(file: int, open_door: Callable[[], Door], most_characters: int) -> NoRe
     os._exit(0)
 
 
-def _draw_anew() -> None:
-    """Gives NumPy and torch random states of the episode's own, as Python's module has them after a fork.
+def _seed(seed: int) -> None:
+    """Begins the random states of Python, and of NumPy and torch where they are imported.
 
-    Those of the worker never change: all episodes of a run would draw the same numbers.
+    Those of the worker never change: all episodes of a run would draw the same numbers. States of an episode that
+    nothing decides would make a run that nobody can repeat.
     """
-    for name in ("numpy.random", "torch"):
+    random.seed(seed)
+    for name, function in (("numpy.random", "seed"), ("torch", "manual_seed")):
         if (module := sys.modules.get(name)) is not None:
-            module.seed()
+            getattr(module, function)(seed % 2**32)  # NumPy takes 32 bits
 
 
 async def _answer(
@@ -134,6 +136,7 @@ async def _answer(
 ) -> dict[str, Any]:
     try:
         if "row" in asked:
+            _seed(asked["seed"])
             own.append(open_door())
             return {"messages": _cut(await own[0].reset(asked["row"]), most_characters)}
         if "message" in asked:

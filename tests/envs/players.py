@@ -1,6 +1,7 @@
 """Environments for tests: games, tools as TRL writes them, and ways for an environment to go wrong."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -130,6 +131,16 @@ class Strange:
         if words.startswith("wait"):
             time.sleep(float(words.removeprefix("wait") or 0.5))
         return [{"role": "user", "content": f"heard {words}"}], 0.5, False
+
+
+class Dice:
+    """Begins with a number that Python's own generator draws."""
+
+    def reset(self, **row: Any) -> str:
+        return f" {random.getrandbits(30)}"
+
+    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        return [], 0.0, True
 
 
 class NoReset:

@@ -64,18 +64,22 @@ def test_tools_as_trl_writes_them(pool):
     assert shop.end([number]) == {number: {"reward": 2.0}}
 
 
-def test_episodes_draw_other_random_numbers(pool, tmp_path):
-    """They are forked from one process, whose random states never change."""
+def test_the_seed_of_an_episode_decides_what_it_draws(pool, tmp_path):
+    """Episodes are forked from one process, whose random states never change."""
     (tmp_path / "dice.py").write_text(
         "import random, numpy.random\nclass Dice:\n    def step(self, message): ...\n    def reset(self, **row):\n"
         "        return f'{random.getrandbits(30)} {numpy.random.randint(1 << 30)}'\n"
     )
     dice = pool(f"{tmp_path}/dice.py:Dice")
-    thrown = []
-    for _ in range(2):
-        begun = dice.reset({number: {} for number in dice.open(["", ""])})
-        thrown += [answer["messages"][0]["content"].split() for answer in begun.values()]
-    assert [len({*column}) for column in zip(*thrown, strict=True)] == [4, 4]
+
+    def thrown(*seeds: int) -> list[list[str]]:
+        numbers = dice.open([""] * len(seeds))
+        begun = dice.reset({number: {} for number in numbers}, dict(zip(numbers, seeds, strict=True)))
+        return [begun[number]["messages"][0]["content"].split() for number in numbers]
+
+    first = thrown(5, 2**63 - 1, 2**62)
+    assert [len({*column}) for column in zip(*first, strict=True)] == [3, 3]
+    assert thrown(2**62, 5) == [first[2], first[0]]
 
 
 def test_a_column_and_an_argument_may_have_any_name(pool):

@@ -74,6 +74,11 @@ class Episode:
         """Tokens that the last branch may still have."""
         return self.max_tokens - len(self.behind_prompt)
 
+    @property
+    def environment_seed(self) -> int:
+        """Decides what the environment draws. The turns of the policy have other seeds."""
+        return seed_of(self.seed, 0)
+
     def request(self, max_turns: int) -> Request:
         """For the next of so many turns, whose draws depend on the episode's seed and the number of the turn alone."""
         seed = seed_of(self.seed, self.turns) if self.turns else self.seed

@@ -317,7 +317,9 @@ class EpisodePlayer:
             | {"prompt": only_placeholders(prompts.conversations[row].messages)}
             for row, name in enumerate(names)
         ]
-        begun = self._timed(partial(self.pool.reset, {episode.number: columns[episode.row] for episode in episodes}))
+        own_seeds = {episode.number: episode.environment_seed for episode in episodes}
+        own_rows = {episode.number: columns[episode.row] for episode in episodes}
+        begun = self._timed(partial(self.pool.reset, own_rows, own_seeds))
         for episode in episodes:
             answer = begun[episode.number]
             if isinstance(answer, Failed):

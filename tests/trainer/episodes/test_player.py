@@ -244,6 +244,14 @@ def test_a_failed_environment_costs_its_episode(play, tokenizer):
     ]  # fmt: skip
 
 
+def test_a_run_has_the_same_episodes_again(play, tokenizer):
+    """Two samples of each of two rows: what their environments draw depends on the seeds of the samples alone."""
+    reply = lambda request: tokenizer.encode("x" + IM_END, add_special_tokens=False)  # noqa: E731
+    first, again = (play([{"prompt": "a"}] * 2, "Dice", reply, n=2)[3].seen for _ in range(2))
+    assert first == again
+    assert len({(*asked,) for asked, _, _ in first}) == 4
+
+
 def test_an_episode_waits_for_its_own_environment_alone(play, tokenizer):
     """Where episodes do not take their turns together. What is said, and every seed, is the same."""
 
