@@ -16,7 +16,8 @@ class OpenEnv:
     """The environment at a URL. ``reset`` gets the columns of a row, such as ``seed``.
 
     Where an action has one text, the policy's words are this text. Any other action is a tool of the policy's, ``act``,
-    with the fields of the action as arguments. Observations with one text are this text, others are JSON.
+    with the fields of the action as arguments. Observations with one text are this text, others are JSON. An action
+    that the server cannot read costs a turn, and the policy reads why.
     """
 
     name: ClassVar[str]
@@ -70,6 +71,8 @@ class OpenEnv:
         answer = json.loads(await self.socket.receive_str())
         if answer.get("type") != "observation":
             error = answer.get("data", {})
+            if kind == "step" and error.get("code") == "VALIDATION_ERROR":  # the policy reads it, and may try again
+                return f"This is no action: {_mistakes(error)}", None, False
             raise RuntimeError(f"the server {self.url} answers {error.get('code')}: {error.get('message')}")
         data = answer["data"]
         return _words(data.get("observation")), data.get("reward"), bool(data.get("done"))
@@ -92,6 +95,16 @@ def _tool(schema: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     parameters = schema | {"type": "object", "properties": fields, "required": required}
     description = schema.get("description", "Acts in the environment.")
     return {"type": "function", "function": {"name": "act", "description": description, "parameters": parameters}}
+
+
+def _mistakes(error: dict[str, Any]) -> str:
+    """What pydantic has found in an action, as the server tells it."""
+    found = [
+        f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}"
+        for each in error.get("errors") or ()
+        if isinstance(each, dict)
+    ]
+    return "; ".join(found) or str(error.get("message"))
 
 
 def _words(observation: Any) -> str:

@@ -121,6 +121,11 @@ def server():
             if asked["type"] == "step" and asked["data"].get("message") == "break":
                 await socket.send_json({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "it broke"}})
                 continue
+            if not isinstance(asked["data"].get("x", 0), int):  # as OpenEnv answers to pydantic's ValidationError
+                errors = [{"type": "int_parsing", "loc": ["x"], "msg": "Input should be a valid integer", "input": "a"}]
+                data = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}
+                await socket.send_json({"type": "error", "data": data})
+                continue
             observation = {"text": f"got {asked['data']}", "metadata": {}}
             data = {"observation": observation, "reward": 0.5, "done": asked["data"].get("message") == "bye"}
             await socket.send_json({"type": "observation", "data": data})
@@ -160,11 +165,14 @@ def test_openenv_takes_words_as_an_action(pool, server):  # noqa: F811
 
 
 def test_openenv_has_a_tool_for_other_actions(play, server):
-    call = {"function": {"name": "act", "arguments": {"x": 1, "y": 2}}}
-    _, answers, tools = play(f"openenv:{server[0]}/move", [says("") | {"tool_calls": [call, call]}, says("done")])
+    """One that is no action costs its turn, and not the episode."""
+    call, wrong = ({"function": {"name": "act", "arguments": {"x": x, "y": 2}}} for x in (1, "a"))
+    said = [says("") | {"tool_calls": [call, wrong, call]}, says("done")]
+    _, answers, tools = play(f"openenv:{server[0]}/move", said)
     assert tools[0]["function"]["parameters"]["required"] == ["x", "y"]
     result = {"role": "tool", "name": "act", "content": "got {'x': 1, 'y': 2}"}
-    assert answers[0] == ([result, result], 1.0, False)
+    refused = result | {"content": "This is no action: x: Input should be a valid integer"}
+    assert answers[0] == ([result, refused, result], 1.0, False)
     assert answers[1].done
 
 
