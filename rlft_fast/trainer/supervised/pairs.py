@@ -106,23 +106,22 @@ def load_pairs(
     found = reader.each(sets, lambda row: _read(reader, config, row))
     sequences = [tokens for pair in found for tokens in (pair.chosen, pair.rejected)]
     if scored:
-        padding, most = padding_id(path), config.max_sequence_tokens if config.overlong == "truncate" else None
-        sequences = [_scored_at_the_end(tokens, padding, most) for tokens in sequences]
+        padding = padding_id(path)
+        sequences = [_scored_at_the_end(tokens, padding) for tokens in sequences]
     return PairRows(taught_rows(sequences, reader), np.array([pair.margin for pair in found], np.float32))
 
 
-def _scored_at_the_end(tokens: Tokens, padding: int | None, most: int | None) -> Tokens:
+def _scored_at_the_end(tokens: Tokens, padding: int | None) -> Tokens:
     """A sequence with a token behind it, which is asked of and never runs.
 
     Its last token may be a line break that the chat template has behind the end token: classifiers of transformers
     score it there. Tokens of padding are left out at the end: where the token that ends texts is padding, too, they
-    score the token before it. Of a sequence that was cut at so many tokens, what follows its last taught token is left
-    out.
+    score the token before it. Of a sequence that was cut, what follows its last taught token is left out.
     """
-    end = tokens.taught.rindex(1) + 1 if len(tokens.ids) == most else len(tokens.ids)
+    end = tokens.taught.rindex(1) + 1 if tokens.is_cut else len(tokens.ids)
     while end > 1 and tokens.ids[end - 1] == padding:
         end -= 1
-    return Tokens([*tokens.ids[:end], tokens.ids[end - 1]], alternating([end, 1]))
+    return tokens._replace(ids=[*tokens.ids[:end], tokens.ids[end - 1]], taught=alternating([end, 1]))
 
 
 def _read(reader: Reader, config: PairDataConfig, row: Row) -> Written[_Pair]:
@@ -142,7 +141,7 @@ def _read(reader: Reader, config: PairDataConfig, row: Row) -> Written[_Pair]:
 
 
 def _pair(config: PairDataConfig, row: Row, chosen: Tokens, rejected: Tokens) -> _Pair:
-    if chosen == rejected:
+    if (chosen.ids, chosen.taught) == (rejected.ids, rejected.taught):
         if len(chosen.ids) == config.max_sequence_tokens and config.overlong == "truncate":
             raise OverlongError("its two answers begin alike")
         raise ValueError("its two answers are equal: there is nothing to prefer")

@@ -59,6 +59,8 @@ class Tokens(NamedTuple):
     taught: bytes
     """Of each of them 1 if it is taught, else 0."""
     images: PromptImages | None = None
+    is_cut: bool = False
+    """Whether a part of the row was left out at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ def taught_rows(found: Sequence[Tokens], reader: "Reader") -> TaughtRows:
     token_ids = [np.array(own.ids, np.int32) for own in found]
     is_taught = [np.frombuffer(own.taught, np.bool_) for own in found]
     images = {i: own.images for i, own in enumerate(found) if own.images is not None}
-    overlong = Overlong(len(reader.left_out), reader.num_truncated)
+    overlong = Overlong(len(reader.left_out), sum(own.is_cut for own in found))
     return TaughtRows(token_ids, is_taught, images, reader.sizes, overlong, reader.left_out)
 
 
@@ -202,7 +204,6 @@ class Reader:
     Attributes:
         sizes: rows of each set that were kept, by its name.
         left_out: rows that were left out.
-        num_truncated: sequences of which a part was.
     """
 
     def __init__(
@@ -218,7 +219,6 @@ class Reader:
         self._styles: dict[str, Style] = {}  # by the tools, which most rows share
         self.sizes: dict[str, int] = {}
         self.left_out: list[LeftOut] = []
-        self.num_truncated = 0
 
     def each(self, sets: Sequence[RowSet], read: Callable[[Row], Written[T]]) -> list[T]:
         """What each row of the sets becomes.
@@ -377,8 +377,7 @@ class Reader:
             )
         if 1 not in taught[1:most]:
             raise OverlongError("its first tokens teach nothing")
-        self.num_truncated += 1
-        return Tokens(ids[:most], taught[:most])
+        return Tokens(ids[:most], taught[:most], is_cut=True)
 
     def _require_short(self, text: str) -> None:
         """Tokenizing megabytes would take minutes."""

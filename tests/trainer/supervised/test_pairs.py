@@ -262,6 +262,19 @@ def test_a_conversation_is_scored_at_the_last_token_of_its_template(tmp_path):
         assert [taught.nonzero()[0].tolist() for taught in found.is_taught] == [[len(ids)] for ids in expected]
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_sequences_of_a_pair_that_is_left_out_are_not_counted(scored, tiny_model, tmp_path):
+    rows = [
+        {"prompt": "a", "chosen": "bbbbbbbbb", "rejected": "c"},
+        {"prompt": "a", "chosen": "bbbbbbbbb", "rejected": "bbbbbbbbc"},  # cut, they are equal
+    ]
+    path, model = str(write_rows(tmp_path / "rows.jsonl", rows)), tiny_model("llama-reward")
+    config = PairDataConfig(path=path, chat=False, overlong="truncate", max_sequence_tokens=8)
+    found = load_pairs(config, AutoTokenizer.from_pretrained(model), str(model), read_sets(config), scored=scored)
+    assert [left.row for left in found.left_out] == [1]
+    assert found.overlong == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
