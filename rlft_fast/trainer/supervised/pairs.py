@@ -145,10 +145,21 @@ def _pair(config: PairDataConfig, row: Row, chosen: Tokens, rejected: Tokens) ->
         if len(chosen.ids) == config.max_sequence_tokens and config.overlong == "truncate":
             raise OverlongError("its two answers begin alike")
         raise ValueError("its two answers are equal: there is nothing to prefer")
-    margin = row.get(config.margin_column) if isinstance(config, RewardDataConfig) else None
-    if margin is not None and (not isinstance(margin, (int, float)) or not math.isfinite(margin)):
-        raise ValueError(f"its margin must be a number, got {brief(repr(margin))}")
-    return _Pair(chosen, rejected, float(margin or 0))
+    margin = _margin(row.get(config.margin_column)) if isinstance(config, RewardDataConfig) else 0.0
+    return _Pair(chosen, rejected, margin)
+
+
+def _margin(value: Any) -> float:
+    """A margin, which CSV has as a text; 0 where it is missing."""
+    if value is None or value == "":
+        return 0.0
+    try:
+        margin = float(value)
+    except (TypeError, ValueError, OverflowError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise ValueError(f"its margin must be a number, got {brief(repr(value))}")
+    return margin
 
 
 def _without_beginning(chosen: Any, rejected: Any, column: str) -> tuple[Any, Any, Any]:

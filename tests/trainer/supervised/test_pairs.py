@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlft_fast.cli import main
-from rlft_fast.config import DPOConfig, PairDataConfig, RewardModelConfig, SFTConfig
+from rlft_fast.config import DPOConfig, PairDataConfig, RewardDataConfig, RewardModelConfig, SFTConfig
 from rlft_fast.rl import PreferenceLoss
 from rlft_fast.trainer import RowsTrainer, train
 from rlft_fast.trainer.prompts import read_sets
@@ -262,6 +262,15 @@ def test_a_conversation_is_scored_at_the_last_token_of_its_template(tmp_path):
         assert [taught.nonzero()[0].tolist() for taught in found.is_taught] == [[len(ids)] for ids in expected]
 
 
+def test_margins_of_csv(tiny_model, tmp_path):
+    """Every value of such a file is a text."""
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected,margin\na,b,c,0.5\na,b,d,\na,b,e,-2\n")
+    config = RewardDataConfig(path=str(tmp_path / "rows.csv"), chat=False, max_sequence_tokens=8)
+    model = tiny_model("llama-reward")
+    found = load_pairs(config, AutoTokenizer.from_pretrained(model), str(model), read_sets(config), scored=True)
+    assert found.margin.tolist() == [0.5, 0.0, -2.0]
+
+
 @pytest.mark.parametrize("scored", [False, True])
 def test_sequences_of_a_pair_that_is_left_out_are_not_counted(scored, tiny_model, tmp_path):
     rows = [
@@ -286,6 +295,7 @@ def test_sequences_of_a_pair_that_is_left_out_are_not_counted(scored, tiny_model
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "its text becomes no token"),
         ({"chosen": "ab", "rejected": "ac"}, "it has no 'prompt', which texts need"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"}, "its margin must be a number, got 'd'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": math.nan}, "its margin must be a number, got nan"),
         ({"chosen": say("a"), "rejected": say("b")}, "the assistant says nothing"),
         (
             {"prompt": "z", "chosen": say("a", "b"), "rejected": say("a", "c")},
