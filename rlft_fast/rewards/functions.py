@@ -75,11 +75,13 @@ def exact_match(
         **columns: Not read.
 
     Returns:
-        B rewards. None where the answer is missing.
+        B rewards. None, and a warning, where an answer is empty, as CSV has missing ones; None where it is missing.
     """
+    targets = [None if is_missing(expected) else str(expected).strip() or None for expected in answer]
+    _warn_of_unreadable("exact_match", "is empty", answer, targets)
     return [
-        None if is_missing(expected) else float(completion.strip() == str(expected).strip())
-        for completion, expected in zip(as_texts(completions), answer, strict=True)
+        None if target is None else float(completion.strip() == target)
+        for completion, target in zip(as_texts(completions), targets, strict=True)
     ]
 
 
@@ -92,10 +94,11 @@ def regex_match(
 ) -> list[float | None]:
     """1.0 if the regular expression in the column `pattern` matches a part of the completion, else 0.0.
 
-    The reward is None, with a warning, where the pattern is no regular expression, and None where it is missing.
+    The reward is None, with a warning, where the pattern is no regular expression, or is empty, which any text would
+    match, and None where it is missing.
     """
-    expressions = [_compiled(expression) for expression in pattern]
-    _warn_of_unreadable("regex_match", "is no regular expression", pattern, expressions)
+    expressions = [_compiled(expression) if expression else None for expression in pattern]
+    _warn_of_unreadable("regex_match", "is empty or no regular expression", pattern, expressions)
     return [
         None if expression is None else float(expression.search(completion) is not None)
         for completion, expression in zip(as_texts(completions), expressions, strict=True)

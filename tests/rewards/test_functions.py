@@ -131,6 +131,8 @@ def test_scoring_takes_linear_time(text):
 
 def test_exact_match():
     assert score(exact_match, [" Paris\n", "paris", "Paris."], answer=["Paris"] * 3) == [1.0, 0.0, 0.0]
+    with pytest.warns(UserWarning, match="exact_match leaves out samples: ' ' is empty"):
+        assert score(exact_match, ["", "0", ""], answer=[" ", 0, None]) == [None, 1.0, None]
 
 
 # chain_sum compares numbers, countdown evaluates the expression with the entry's metadata.
@@ -200,8 +202,8 @@ def test_missing_reasoning_gym_names_the_extra(monkeypatch, tmp_path):
 def test_regex_match():
     rewards = regex_match([], ["<a>1</a>", "<a>1", "x\ny"], [], pattern=[r"<a>\d</a>$", r"<a>\d</a>$", r"x.y"])
     assert rewards == [1.0, 0.0, 0.0]
-    with pytest.warns(UserWarning, match=r"regex_match leaves out samples: '\(' is no regular expression"):
-        assert regex_match([], ["x", "x", "7"], [], pattern=["(", "x", 7]) == [None, 1.0, None]
+    with pytest.warns(UserWarning, match=r"regex_match leaves out samples: '\(' is empty or no regular expression"):
+        assert regex_match([], ["x", "x", "7", "y"], [], pattern=["(", "x", 7, ""]) == [None, 1.0, None, None]
 
 
 def test_response_length():
