@@ -94,6 +94,18 @@ def test_a_model_alone_has_the_numbers_of_its_run(sampled, capsys):
     assert wet == {"accuracy": last["accuracy_wet"], "pass_at_4": last["pass_at_4_wet"]}
 
 
+def test_a_model_of_a_run_with_more_processes(sampled, tmp_path, capsys):
+    """This is one process. What a user says counts all the same."""
+    values = yaml.safe_load((sampled / "config.yaml").read_text())
+    values["actor"] |= {"shard_size": 2, "sequence_parallel": 2}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))  # the first set has its own seeds
+    last = comparable(sampled)[-1]
+    metrics = evaluated(sampled / "hf", tmp_path, capsys)
+    assert metrics == {name: last[name] for name in metrics}
+    assert main(["eval", str(sampled / "hf"), str(tmp_path / "config.yaml"), "--actor.shard_size", "3"]) == 1
+    assert "shard_size is 3, which does not divide the 1 ranks" in capsys.readouterr().err
+
+
 def test_a_model_of_a_run_that_sends_adapters_is_sent_whole(sampled, monkeypatch, capsys):
     """The exported model has no adapters, although the run trained some. A copy of the model stands for vLLM."""
 

@@ -24,7 +24,10 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(rest)
     if "model" in overrides:
         raise ConfigError(f"MODEL is {options.model}, and --model is {overrides['model']}: leave --model out")
-    of_runs = {"checkpoint.best": "null"}  # it names a number that the sets of this evaluation may lack
+    of_runs = {
+        "checkpoint.best": "null",  # it names a number that the sets of this evaluation may lack
+        "actor.shard_size": "-1", "actor.sequence_parallel": "1",  # the run may have had more processes
+    }  # fmt: skip
     config = Config.load(options.config, {**of_runs, **overrides, "model": options.model})
     if options.samples is not None and (os.path.lexists(options.samples) or not options.samples.parent.is_dir()):
         raise ValueError(f"--samples {options.samples} is there already, or its folder is missing: name a new file")
