@@ -230,6 +230,16 @@ def test_fit_needs_gpus(too_large, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_what_fit_chooses_is_a_comment_of_the_configuration(too_large, capsys, monkeypatch):
+    monkeypatch.setattr(train, "_memory", lambda _: (1, 2e9, "cuda", 64e9))
+    assert main(["train", too_large, "--fit", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    options = out.splitlines()[0].removeprefix("# chosen by --fit: ").split()
+    chosen = dict(zip(options[::2], options[1::2], strict=True))
+    assert 10_000 < int(chosen["--actor.max_tokens"]) < 50_000_000
+    assert yaml.safe_load(out)["actor"]["max_tokens"] == int(chosen["--actor.max_tokens"])
+
+
 def test_workers_share_the_memory_of_their_machine():
     alone, workers = (
         _memory(Config.parse(MINIMAL | {"cluster": cluster})) for cluster in (None, {"actor": {"num_workers": 4}})

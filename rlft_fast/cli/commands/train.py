@@ -120,7 +120,7 @@ def _fitted(config: RunConfig, replay: Path | None) -> RunConfig:
     Raises:
         ValueError: there is no GPU, or nothing fits.
     """
-    from rlft_fast.engine.memory import changed, fitting_changes
+    from rlft_fast.engine.memory import as_options, changed, fitting_changes
 
     world_size, memory_bytes, device_type, host_bytes = _memory(config)
     if device_type != "cuda":
@@ -129,7 +129,7 @@ def _fitted(config: RunConfig, replay: Path | None) -> RunConfig:
         raise ValueError("--fit reads the memory of this machine's GPUs, not of a cluster's: leave --fit out")
     changes = fitting_changes(_planned(config, replay), world_size, memory_bytes, device_type, host_bytes)
     if os.environ.get("RANK", "0") == "0":
-        print("".join(f"--fit: {key}: {value}\n" for key, value in changes.items()) or "--fit: it fits as it is")
+        print(f"# chosen by --fit: {as_options(changes) or 'it fits as it is'}")  # a comment of what --dry-run prints
     return changed(config, changes)
 
 
