@@ -149,7 +149,7 @@ def claim(output: Path, identity: Mapping[str, Any] | None = None, *, resume: bo
         "identity": identity or {},
     }  # fmt: skip
     with replacing(output / MARKER) as file:  # with half a marker the folder would belong to no run
-        write_text(file, json.dumps(marks, indent=2, ensure_ascii=False) + "\n")
+        write_text(file, json.dumps(marks, indent=2) + "\n")  # in ASCII: names of folders need not be UTF-8
 
 
 @contextlib.contextmanager

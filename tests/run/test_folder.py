@@ -246,12 +246,13 @@ def test_a_run_goes_on_and_is_evaluated_from_another_folder(model, tmp_path, mon
 
 
 def test_a_function_that_is_missing_elsewhere(tmp_path, monkeypatch):
-    for name in ("start", "elsewhere"):
+    start = os.fsdecode(b"caf\xe9")  # not UTF-8
+    for name in (start, "elsewhere"):
         (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "start")
+    monkeypatch.chdir(tmp_path / start)
     claim(tmp_path / "run")
     for spec, message in (("mine.py:score", "no file 'mine.py'"), ("my_module_of_rewards:score", "no module 'my_mod")):
-        for folder, more in (("start", "$"), ("elsewhere", f"The run in .*run was started in {tmp_path / 'start'}, ")):
+        for folder, more in ((start, "$"), ("elsewhere", f"The run in .*run was started in {tmp_path / start}, ")):
             monkeypatch.chdir(tmp_path / folder)
             with pytest.raises(ValueError, match=f"{message}.*{more}"), naming_start(tmp_path / "run"):
                 load_reward(spec)
