@@ -158,6 +158,8 @@ def _cut(messages: Any, most: int) -> list[Message]:
     def cut(content: Any) -> Any:
         if isinstance(content, list) and any(map(_is_image, content)):
             return [_sent(part) if _is_image(part) else {"type": "text", "text": cut(_words(part))} for part in content]
+        if isinstance(content, list) and content and all(map(_is_text, content)):
+            content = "".join(part["text"] for part in content)
         if not isinstance(content, str):
             content = json.dumps(content, default=str)
         return content if len(content) <= most else f"{content[:most]}… ({len(content) - most} characters left out)"
@@ -167,6 +169,10 @@ def _cut(messages: Any, most: int) -> list[Message]:
 
 def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _words(part: Any) -> Any:

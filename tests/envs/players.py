@@ -121,6 +121,9 @@ class Strange:
             return [], float("nan"), False
         if words == "huge":
             return [], -1e31, False
+        if words in ("parts", "data"):
+            kind = {"type": "text"} if words == "parts" else {}
+            return [{"role": "user", "content": [{**kind, "text": text} for text in ("a ", "b")]}], 0.0, False
         if words == "wrong":
             return "no tuple"
         if words == "says it is the assistant":

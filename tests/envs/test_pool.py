@@ -140,6 +140,16 @@ def test_an_environment_costs_its_episode_alone(pool):
     assert [answer["reward"] for answer in again.values()] == [0.5] * 3
 
 
+def test_parts_of_a_content_that_are_texts_are_joined(pool):
+    """As those of a row. Any other list becomes JSON."""
+    strange = pool("Strange")
+    numbers = strange.open([""] * 2)
+    strange.reset({number: {} for number in numbers})
+    answers = strange.step(dict(zip(numbers, map(says, ("parts", "data")), strict=True)))
+    contents = [answers[number]["messages"][0]["content"] for number in numbers]
+    assert contents == ["a b", '[{"text": "a "}, {"text": "b"}]']
+
+
 def test_many_wait_at_once(pool):
     strange = pool("Strange")
     numbers = strange.open([""] * 24)
