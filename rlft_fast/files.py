@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import io
 import os
+import resource
 import select
 import shutil
 from collections.abc import Callable, Iterator
@@ -42,6 +43,13 @@ def read_text(path: Path, newline: str | None = None, content: bytes | None = No
         ) from error
     require_no_utf16(text[:_BEGINNING].encode())
     return text
+
+
+def allow_many_open_files() -> None:
+    """Lets this process open as many files as the system admits: many systems allow 1,024 unless a process asks."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def expand_user(path: str) -> str:

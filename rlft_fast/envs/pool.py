@@ -1,6 +1,7 @@
 """The trainer's side of environments: calls with a deadline to many episodes at once."""
 
 import contextlib
+import errno
 import json
 import selectors
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 from rlft_fast.envs.server import FORK, KILL, MOST_FORKS, PID, serve
+from rlft_fast.files import allow_many_open_files
 from rlft_fast.foreign import LARGEST_REWARD
 from rlft_fast.isolation import WorkerProcess
 
@@ -82,6 +84,7 @@ class EnvironmentPool:
         self.seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._next = 0
         self._turn = threading.RLock()  # to fork, or to replace a worker; several threads may play episodes
+        allow_many_open_files()  # each episode has a socket
         try:
             for name, own in self.classes.items():
                 self._workers[name] = _Worker(own)
@@ -165,7 +168,13 @@ class EnvironmentPool:
                 self._workers[name].tools()
             try:
                 return self._workers[name].fork(name, count)
-            except OSError:
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # it is not the worker's fault
+                    raise OSError(
+                        error.errno,
+                        f"no more episodes can begin beside {len(self._episodes)}, because each has an open file, and "
+                        "the limit is reached: raise it (ulimit -n), or lower the number of prompts or samples",
+                    ) from error
                 self._workers.pop(name).kill()
         raise RuntimeError(f"the worker process of the environment {self.classes[name]} ends as soon as it starts")
 

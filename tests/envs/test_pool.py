@@ -1,5 +1,7 @@
 """An environment answers within its deadline, and can cost its episode alone."""
 
+import os
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,6 +159,25 @@ def test_many_wait_at_once(pool):
     started = time.monotonic()
     assert all(answer["reward"] == 0.5 for answer in strange.step(dict.fromkeys(numbers, says("wait"))).values())
     assert time.monotonic() - started < 6  # one after the other would take 12 seconds
+
+
+def test_more_episodes_than_files_that_may_be_open(pool):
+    """Systems have a soft limit, often of 1,024, and a hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 20
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        strange = pool("Strange")
+        numbers = strange.open([""] * 40)
+        answers = strange.reset({number: {} for number in numbers})
+        assert answers == {number: {"messages": []} for number in numbers}
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        with pytest.raises(OSError, match="no more episodes can begin beside 40, because each has an open file"):
+            strange.open([""])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        assert strange.step({numbers[0]: says("hello")})[numbers[0]]["reward"] == 0.5  # no worker was killed
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_threads_open_and_end_at_once(pool, monkeypatch):

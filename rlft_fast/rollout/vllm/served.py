@@ -8,8 +8,6 @@ Several threads may call `generate` at once, and `load` meanwhile: the servers p
 take the weights, and go on.
 """
 
-import contextlib
-import resource
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import WeightStream
 from rlft_fast.errors import brief
+from rlft_fast.files import allow_many_open_files
 from rlft_fast.models import split_stop
 from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams
 from rlft_fast.rollout.vllm.asking import Asking
@@ -76,7 +75,7 @@ class ServedVLLM:
         self._has_changed = False  # which servers have the weights of now
         self.is_checked = False  # so that a server that is added later cannot end the run
         self._named: list[str] = []  # URLs
-        _allow_many_connections()
+        allow_many_open_files()  # each sample at a server has a connection
         self._find_servers()
         self.asking = Asking(model, config.batch_size, self._lose)
 
@@ -230,10 +229,3 @@ def _one_name_each(servers: Sequence[VLLMServer]) -> list[VLLMServer]:
                 f"{first.url} and {server.url} are one server, which is asked by the first name", stacklevel=3
             )
     return list(by_process.values())
-
-
-def _allow_many_connections() -> None:
-    """Each sample at a server has a connection, and many systems allow 1,024 open files unless a process asks."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
