@@ -218,7 +218,8 @@ def _reward_of_first(inputs: Inputs) -> str:
     finally:
         inputs.judge.close()
     if not parts:
-        return "reward models alone"
+        givers = ["reward models"] * bool(inputs.judge.roles) + ["environments"] * (inputs.player is not None)
+        return f"{' and '.join(givers)} alone" if givers else "none"
     reward = weighted_sum(parts, functions.weights)
     shown = "no reward" if reward is None or reward != reward else f"{reward:g}"
     return f"{', '.join(parts)}: {shown} for the first prompt's own text as an answer"

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rlft_fast.trainer.models
+from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import Completion, to_samples
@@ -52,6 +53,12 @@ def episodes_config(tmp_path):
         return toy_config(model, tmp_path, **values | changes)
 
     return make
+
+
+def test_a_dry_run_says_that_the_environment_rewards(config, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(config().to_yaml())
+    assert main(["train", str(tmp_path / "config.yaml"), "--dry-run"]) == 0
+    assert "#   reward: environments alone\n" in capsys.readouterr().out
 
 
 def test_a_policy_learns_in_episodes(config, tmp_path):
