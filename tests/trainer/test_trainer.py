@@ -152,14 +152,14 @@ def test_the_greedy_baseline_costs_its_length_too(model, tmp_path):
     }
     trainer = PPOTrainer(toy_config(model, tmp_path, rollout__max_new_tokens=2, **changes))
     prompts, collector = trainer.prompts.select([0, 1]), trainer.collector
-    greedy = collector.greedy(prompts)
+    greedy = collector.greedy(prompts, 0, 0)
     assert greedy.reward_B.tolist() == [-0.25, -0.25]
     # And it ends where a sample would end.
     (before, *_) = greedy.token_ids()
     stop = (trainer.tokenizer.decode(before[:1]),)
     rollout = trainer.config.rollout.model_copy(update={"stop": stop})
     collector.config = trainer.config.model_copy(update={"rollout": rollout})
-    after = collector.greedy(prompts)
+    after = collector.greedy(prompts, 0, 0)
     assert (len(before), after.token_ids()[0], after.stopped_B[0]) == (2, before[:1], True)
 
 

@@ -104,7 +104,7 @@ class Collector:
                 break
         assert samples is not None
         prompts = self.prompts.select(rows)
-        greedy_G = self.greedy(prompts).reward_B if self.needs_greedy else None
+        greedy_G = self.greedy(prompts, step, 0).reward_B if self.needs_greedy else None
         return Collected(rows, prompts, num_streamed, samples, greedy_G)
 
     def collect_group(self, step: int, place: int) -> Collected:
@@ -117,7 +117,8 @@ class Collector:
         rows = self.curriculum.planned(step).rows[place : place + 1]
         prompts = self.prompts.select(rows)
         samples = self._rollout(prompts, step, place)
-        return Collected(rows, prompts, 1, samples, self.greedy(prompts).reward_B if self.needs_greedy else None)
+        greedy_G = self.greedy(prompts, step, place).reward_B if self.needs_greedy else None
+        return Collected(rows, prompts, 1, samples, greedy_G)
 
     def joined(self, step: int, groups: Sequence[Collected]) -> Collected:
         """What `collect` gives, of each prompt's own, in the order of the prompts.
@@ -190,13 +191,23 @@ class Collector:
         """The samples with the configuration's penalties on length in their rewards."""
         return penalize_length(scored, self.config.reward, self.config.rollout.max_new_tokens)
 
-    def greedy(self, prompts: Prompts) -> Samples:
-        """The most likely answer to each prompt, scored as the samples are. All ranks must call it together."""
+    def greedy(self, prompts: Prompts, step: int, first_row: int) -> Samples:
+        """The most likely answer to each prompt, scored as the samples are. All ranks must call it together.
+
+        Args:
+            prompts: to be answered.
+            step: see `collect`.
+            first_row: row of the first prompt among all prompts of the step.
+        """
         config = self.config.rollout
+        rows = [first_row + i for i in own_rows(self.world, prompts)]
+        count = config.samples_per_prompt
+        # Environments draw by the seeds, which are no sample's.
+        seeds = [own[count:] for own in sample_seeds(self.config.seed, step, rows, count + 1)]
         params = SamplingParams(
             max_new_tokens=config.max_new_tokens, temperature=0.0, stop=config.stop, structured=config.structured
         )
-        return self.penalize_length(self.judge.score(prompts, self.answer(prompts, params)))
+        return self.penalize_length(self.judge.score(prompts, self.answer(prompts, params, seeds)))
 
     def answer(self, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None) -> Samples:
         """This rank's answers to its share of the prompts. All ranks must call it together.

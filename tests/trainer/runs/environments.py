@@ -33,6 +33,16 @@ class Mortal(Letters):
         return super().step(message)
 
 
+class Lottery:
+    """Draws a number, and ends with the first reply."""
+
+    def reset(self, **row: Any) -> str:
+        return f" {random.getrandbits(30)}"
+
+    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        return [], 0.0, True
+
+
 class Echo:
     """Takes the columns of its own rows alone, and answers with their letter."""
 

@@ -1,5 +1,6 @@
 """Runs whose policy talks with an environment."""
 
+import contextlib
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import Completion, to_samples
-from rlft_fast.trainer import train
+from rlft_fast.trainer import PPOTrainer, train
 from rlft_fast.trainer.collect.judge import Judge
 from rlft_fast.trainer.prompts import load_prompts
 from rlft_fast.world import World
@@ -59,6 +60,15 @@ def test_a_dry_run_says_that_the_environment_rewards(config, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(config().to_yaml())
     assert main(["train", str(tmp_path / "config.yaml"), "--dry-run"]) == 0
     assert "#   reward: environments alone\n" in capsys.readouterr().out
+
+
+def test_greedy_episodes_draw_by_their_step_and_row(config):
+    """As samples do: not by torch's random state, which other threads change."""
+    options = {"environment": {"name": f"{ENVIRONMENTS}:Lottery"}, "algorithm__advantage": "remax"}
+    with contextlib.closing(PPOTrainer(config(**options))) as trainer:
+        first, again, other = (trainer.collector.greedy(trainer.prompts, 3, row).token_ids() for row in (0, 0, 4))
+    assert first == again
+    assert len({*map(tuple, first), *map(tuple, other)}) == 8  # each begins with its number
 
 
 def test_a_policy_learns_in_episodes(config, tmp_path):
