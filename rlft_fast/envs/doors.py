@@ -207,7 +207,7 @@ def _tools_of(kind: Any) -> list[dict[str, Any]]:
             f"the environment {kind.__qualname__} has neither a method step nor a public method that the policy can "
             "call as a tool"
         )
-    return [_described(f"{kind.__qualname__}.{name}", _without_self(getattr(kind, name))) for name in names]
+    return [_described(f"{kind.__qualname__}.{name}", _without_self(kind, name)) for name in names]
 
 
 def _described(shown: str, function: Callable[..., Any]) -> dict[str, Any]:
@@ -239,7 +239,12 @@ def _torch_if_imported() -> Iterator[None]:
         utils.is_torch_available = is_available
 
 
-def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
+def _without_self(kind: Any, name: str) -> Callable[..., Any]:
+    """A method with the arguments of a call; a static one has no other."""
+    method = getattr(kind, name)
+    if isinstance(inspect.getattr_static(kind, name), staticmethod):
+        return method
+
     def tool() -> None: ...
 
     tool.__name__, tool.__doc__ = method.__name__, method.__doc__

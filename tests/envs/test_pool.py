@@ -1,5 +1,6 @@
 """An environment answers within its deadline, and can cost its episode alone."""
 
+import asyncio
 import os
 import resource
 import time
@@ -82,6 +83,30 @@ def test_the_seed_of_an_episode_decides_what_it_draws(pool, tmp_path):
     first = thrown(5, 2**63 - 1, 2**62)
     assert [len({*column}) for column in zip(*first, strict=True)] == [3, 3]
     assert thrown(2**62, 5) == [first[2], first[0]]
+
+
+class Calculator:
+    """Its tool needs no episode."""
+
+    def reset(self, **row) -> None: ...
+
+    @staticmethod
+    def double(number: int) -> int:
+        """Doubles.
+
+        Args:
+            number: any
+        """
+        return 2 * number
+
+
+def test_a_static_method_is_a_tool_with_all_its_arguments():
+    """As in TRL."""
+    doors = find_doors("x:Calculator", Calculator, {}, ["prompt"])
+    assert [tool["function"]["parameters"]["required"] for tool in doors.tools] == [["number"]]
+    call = {"function": {"name": "double", "arguments": {"number": 4}}}
+    (result,), *_ = asyncio.run(doors.open().step({"tool_calls": [call]}))
+    assert result["content"] == "8"
 
 
 def test_a_column_and_an_argument_may_have_any_name(pool):
