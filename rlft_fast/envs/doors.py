@@ -180,14 +180,14 @@ class ToolDoor(_OwnDoor):
         name = call["name"]
         return {"role": "tool", "name": name, "content": await self._content(name, call["arguments"])}
 
-    async def _content(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def _content(self, name: str, arguments: Mapping[str, Any]) -> str | list[Any]:
         if name not in self._names:
             return _error(f"there is no tool {name!r}, only {', '.join(sorted(self._names))}")
         try:
             result = await _called(getattr(self.own, name), **arguments)
         except Exception as error:  # the policy reads it, and may try again
             return _error(f"{type(error).__name__}: {error}")
-        return result if isinstance(result, str) else json.dumps(result, default=str)
+        return result if isinstance(result, str) or _are_parts(result) else json.dumps(result, default=str)
 
     async def end(self) -> float | None:
         reward = await _called(self.own.get_reward) if callable(getattr(self.own, "get_reward", None)) else None
@@ -264,7 +264,7 @@ def _messages(value: Any) -> list[Message]:
     """Messages; a text is words for the end of the last message, written as a message without a role."""
     if value is None or value == "":
         return []
-    if isinstance(value, str):
+    if isinstance(value, str) or _are_parts(value):  # TRL takes parts for the end of the prompt, too
         return [{"content": value}]
     if isinstance(value, dict):
         value = [value]
@@ -273,6 +273,12 @@ def _messages(value: Any) -> list[Message]:
             f"got {brief(repr(value), _SHOWN)}, expected messages such as {{'role': 'user', 'content': '...'}}"
         )
     return [*value]
+
+
+def _are_parts(value: Any) -> bool:
+    """Whether a value is a content of texts and images, as a message may have it."""
+    parts = value if isinstance(value, list) else []
+    return bool(parts) and all(isinstance(part, Mapping) and part.get("type") in ("text", "image") for part in parts)
 
 
 def opening_words(observation: Any, prompt: Any) -> str | None:

@@ -13,7 +13,9 @@ from transformers.utils import get_json_schema
 
 from rlft_fast.envs import EnvironmentClass, EnvironmentPool, Failed
 from rlft_fast.envs.doors import find_doors, find_tools
+from rlft_fast.envs.server import _cut
 from rlft_fast.plugins import load_function
+from tests.envs.players import painted
 from tests.support.machine.processes import assert_ends
 
 HERE = Path(__file__).with_name("players.py")
@@ -88,7 +90,8 @@ def test_the_seed_of_an_episode_decides_what_it_draws(pool, tmp_path):
 class Calculator:
     """Its tool needs no episode."""
 
-    def reset(self, **row) -> None: ...
+    def reset(self, **row) -> list:
+        return self.show("b")
 
     @staticmethod
     def double(number: int) -> int:
@@ -99,14 +102,32 @@ class Calculator:
         """
         return 2 * number
 
+    def show(self, name: str) -> list:
+        """Shows something.
 
-def test_a_static_method_is_a_tool_with_all_its_arguments():
-    """As in TRL."""
+        Args:
+            name: of it
+        """
+        words = [{"type": "text", "text": text} for text in ("a ", name)]
+        return [*words, {"type": "image", "image": painted(1)}] if name == "picture" else words
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "content"),
+    [("double", {"number": 4}, "8"), ("show", {"name": "b"}, "a b"), ("show", {"name": "picture"}, ["text"] * 2)],
+)
+def test_tools_are_called_and_answer_as_in_trl(name, argument, content):
+    """A static method has no self. A list of texts and images is a content."""
     doors = find_doors("x:Calculator", Calculator, {}, ["prompt"])
-    assert [tool["function"]["parameters"]["required"] for tool in doors.tools] == [["number"]]
-    call = {"function": {"name": "double", "arguments": {"number": 4}}}
-    (result,), *_ = asyncio.run(doors.open().step({"tool_calls": [call]}))
-    assert result["content"] == "8"
+    assert [tool["function"]["parameters"]["required"] for tool in doors.tools] == [["number"], ["name"]]
+    door, call = doors.open(), {"function": {"name": name, "arguments": argument}}
+    assert _cut(asyncio.run(door.reset({})), 100) == [{"content": "a b"}]
+    messages, *_ = asyncio.run(door.step({"tool_calls": [call]}))
+    (result,) = _cut(messages, 100)
+    if isinstance(content, list):  # the trainer refuses an image in the result of a tool, by name
+        assert [part["type"] for part in result["content"]] == [*content, "image"]
+    else:
+        assert result["content"] == content
 
 
 def test_a_column_and_an_argument_may_have_any_name(pool):
