@@ -1,6 +1,8 @@
 """Environments as their authors write them, each behind one interface: `Environment`, or TRL's classes with tools."""
 
+import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import sys
@@ -62,11 +64,11 @@ class Environment(Protocol):
 class Door(Protocol):
     """An environment as the worker process calls it."""
 
-    async def reset(self, row: Mapping[str, Any]) -> list[Message]: ...
+    def reset(self, row: Mapping[str, Any]) -> list[Message]: ...
 
-    async def step(self, message: Message) -> Reply: ...
+    def step(self, message: Message) -> Reply: ...
 
-    async def end(self) -> float | None:
+    def end(self) -> float | None:
         """Ends the episode; returns a reward for the whole of it, where the environment gives one."""
         ...
 
@@ -106,11 +108,11 @@ def find_doors(spec: str, kind: Any, options: Mapping[str, Any], columns: Sequen
     except TypeError as error:
         raise ValueError(f"reset of {spec} cannot be called with the columns {columns} of a row: {error}") from None
     if described is not None:
-        return Doors(lambda: ToolDoor(kind(**options), _names(described)), described)
+        return Doors(lambda: ToolDoor(_made(kind, options), _names(described)), described)
     tools = getattr(kind, "tools", None)
     if not isinstance(tools, (list, tuple)):  # its instances may have them
         tools = getattr(kind(**options), "tools", None) or ()
-    return Doors(lambda: MessageDoor(kind(**options)), [*tools])
+    return Doors(lambda: MessageDoor(_made(kind, options)), [*tools])
 
 
 def find_tools(functions: Mapping[str, Callable[..., Any]]) -> Doors:
@@ -129,6 +131,16 @@ def find_tools(functions: Mapping[str, Callable[..., Any]]) -> Doors:
     return Doors(lambda: ToolDoor(SimpleNamespace(reset=lambda **row: None, **own), _names(described)), described)
 
 
+def _made(kind: Any, options: Mapping[str, Any]) -> Any:
+    """The environment of an episode. A client that an async one makes of itself may need the event loop."""
+
+    async def inside() -> Any:
+        return kind(**options)
+
+    is_async = any(map(inspect.iscoroutinefunction, (kind.reset, getattr(kind, "step", None))))
+    return _called(inside) if is_async else kind(**options)
+
+
 def _names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
     return {tool["function"]["name"] for tool in tools}
 
@@ -137,20 +149,20 @@ class _OwnDoor:
     def __init__(self, own: Any) -> None:
         self.own = own
 
-    async def reset(self, row: Mapping[str, Any]) -> list[Message]:
-        return _messages(await _called(self.own.reset, **row))
+    def reset(self, row: Mapping[str, Any]) -> list[Message]:
+        return _messages(_called(self.own.reset, **row))
 
-    async def end(self) -> float | None:
+    def end(self) -> float | None:
         if callable(close := getattr(self.own, "close", None)):
-            await _called(close)
+            _called(close)
         return None
 
 
 class MessageDoor(_OwnDoor):
     """An environment with ``reset`` and ``step``."""
 
-    async def step(self, message: Message) -> Reply:
-        answer = await _called(self.own.step, message)
+    def step(self, message: Message) -> Reply:
+        answer = _called(self.own.step, message)
         if not isinstance(answer, tuple) or len(answer) != 3:
             raise TypeError(f"step returned {brief(repr(answer), _SHOWN)}, expected (messages, reward, done)")
         messages, reward, done = answer
@@ -171,27 +183,27 @@ class ToolDoor(_OwnDoor):
         super().__init__(own)
         self._names = names
 
-    async def step(self, message: Message) -> Reply:
+    def step(self, message: Message) -> Reply:
         calls = message.get("tool_calls") or []
-        results = [await self._result(call["function"]) for call in calls]
+        results = [self._result(call["function"]) for call in calls]
         return Reply(results, None, not calls)
 
-    async def _result(self, call: Mapping[str, Any]) -> Message:
+    def _result(self, call: Mapping[str, Any]) -> Message:
         name = call["name"]
-        return {"role": "tool", "name": name, "content": await self._content(name, call["arguments"])}
+        return {"role": "tool", "name": name, "content": self._content(name, call["arguments"])}
 
-    async def _content(self, name: str, arguments: Mapping[str, Any]) -> str | list[Any]:
+    def _content(self, name: str, arguments: Mapping[str, Any]) -> str | list[Any]:
         if name not in self._names:
             return _error(f"there is no tool {name!r}, only {', '.join(sorted(self._names))}")
         try:
-            result = await _called(getattr(self.own, name), **arguments)
+            result = _called(getattr(self.own, name), **arguments)
         except Exception as error:  # the policy reads it, and may try again
             return _error(f"{type(error).__name__}: {error}")
         return result if isinstance(result, str) or _are_parts(result) else json.dumps(result, default=str)
 
-    async def end(self) -> float | None:
-        reward = await _called(self.own.get_reward) if callable(getattr(self.own, "get_reward", None)) else None
-        await super().end()
+    def end(self) -> float | None:
+        reward = _called(self.own.get_reward) if callable(getattr(self.own, "get_reward", None)) else None
+        super().end()
         return reward
 
 
@@ -255,9 +267,19 @@ def _without_self(kind: Any, name: str) -> Callable[..., Any]:
     return tool
 
 
-async def _called(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+def _called(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """What a function returns, or what comes of it where it is async.
+
+    Another function runs outside of an event loop: it may run one itself, or refuse to be in one.
+    """
     result = function(*args, **named)
-    return await result if inspect.isawaitable(result) else result
+    return _loop().run_until_complete(result) if inspect.isawaitable(result) else result
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Of the episode's process, so that a client lives from one call to the next."""
+    return asyncio.new_event_loop()
 
 
 def _messages(value: Any) -> list[Message]:

@@ -4,7 +4,6 @@ A process of its own is what an environment can hang or end without harm to anot
 of imports, and takes milliseconds.
 """
 
-import asyncio
 import base64
 import contextlib
 import gc
@@ -105,12 +104,11 @@ def _run(file: int, open_door: Callable[[], Door], most_characters: int) -> NoRe
     for stream in (1, 2):  # 64 episodes print at once, and a million lines of one would fill a disk
         os.dup2(null, stream)
     os.write(file, PID.pack(os.getpid()))
-    pid, loop = os.getpid(), asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
+    pid = os.getpid()
     own: list[Door] = []
     with os.fdopen(file, "rb", closefd=False) as lines:
         for line in lines:
-            answer = loop.run_until_complete(_answer(json.loads(line), open_door, own, most_characters))
+            answer = _answer(json.loads(line), open_door, own, most_characters)
             if os.getpid() != pid:  # the environment forked: the answer would be read as the next message's
                 break
             data = json.dumps(answer).encode() + b"\n"
@@ -131,19 +129,19 @@ def _seed(seed: int) -> None:
             getattr(module, function)(seed % 2**32)  # NumPy takes 32 bits
 
 
-async def _answer(
+def _answer(
     asked: dict[str, Any], open_door: Callable[[], Door], own: list[Door], most_characters: int
 ) -> dict[str, Any]:
     try:
         if "row" in asked:
             _seed(asked["seed"])
             own.append(open_door())
-            return {"messages": _cut(await own[0].reset(asked["row"]), most_characters)}
+            return {"messages": _cut(own[0].reset(asked["row"]), most_characters)}
         if "message" in asked:
-            reply = await own[0].step(asked["message"])
+            reply = own[0].step(asked["message"])
             reward = None if reply.reward is None else float(reply.reward)
             return {"messages": _cut(reply.messages, most_characters), "reward": reward, "done": reply.done}
-        reward = await own[0].end()
+        reward = own[0].end()
         return {"reward": None if reward is None else float(reward)}
     except BaseException as error:
         return {"failure": f"it raised {type(error).__name__}: {error}"[:1000]}

@@ -25,19 +25,18 @@ def needs(module: str) -> pytest.MarkDecorator:
 @pytest.fixture
 def play():
     """Plays an episode in this process; returns the answers to a reset and to messages, and the tools."""
-    loop, opened = asyncio.new_event_loop(), []
+    opened = []
 
     def run(spec, messages, row=None, **options):
         row = {"prompt": [says("Play.")], "seed": 3} | (row or {})
         doors = find_doors(spec, find_library(spec), options, [*row])
         opened.append(doors.open())
-        begun = loop.run_until_complete(opened[-1].reset(row))
-        return begun, [loop.run_until_complete(opened[-1].step(message)) for message in messages], doors.tools
+        begun = opened[-1].reset(row)
+        return begun, [opened[-1].step(message) for message in messages], doors.tools
 
     yield run
     for door in opened:
-        loop.run_until_complete(door.end())
-    loop.close()
+        door.end()
 
 
 @needs("reasoning_gym")

@@ -121,13 +121,42 @@ def test_tools_are_called_and_answer_as_in_trl(name, argument, content):
     doors = find_doors("x:Calculator", Calculator, {}, ["prompt"])
     assert [tool["function"]["parameters"]["required"] for tool in doors.tools] == [["number"], ["name"]]
     door, call = doors.open(), {"function": {"name": name, "arguments": argument}}
-    assert _cut(asyncio.run(door.reset({})), 100) == [{"content": "a b"}]
-    messages, *_ = asyncio.run(door.step({"tool_calls": [call]}))
+    assert _cut(door.reset({}), 100) == [{"content": "a b"}]
+    messages, *_ = door.step({"tool_calls": [call]})
     (result,) = _cut(messages, 100)
     if isinstance(content, list):  # the trainer refuses an image in the result of a tool, by name
         assert [part["type"] for part in result["content"]] == [*content, "image"]
     else:
         assert result["content"] == content
+
+
+class Loops:
+    """Its ``reset`` is async, and needs the loop that its instance was made in; ``step`` runs a loop of its own."""
+
+    tools = ()  # so that no instance is made to ask for them
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    async def reset(self, **row) -> str:
+        await asyncio.sleep(0)
+        return str(asyncio.get_running_loop() is self.loop)
+
+    def step(self, message):
+        return asyncio.run(self._echo(message["content"])), None, True
+
+    async def _echo(self, words: str) -> str:
+        return words
+
+    async def close(self) -> None:
+        assert asyncio.get_running_loop() is self.loop
+
+
+def test_a_method_that_is_not_async_may_run_an_event_loop():
+    door = find_doors("x:Loops", Loops, {}, ["prompt"]).open()
+    assert door.reset({}) == [{"content": "True"}]
+    assert door.step(says("hello")) == ([{"content": "hello"}], None, True)
+    assert door.end() is None
 
 
 def test_a_column_and_an_argument_may_have_any_name(pool):
