@@ -142,8 +142,9 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         answers: list[dict[str, Any]] = []
         for name, found in samples.items():
             order = (found.row_B * (int(found.number_B.max()) + 1) + found.number_B).argsort()
-            found = found.select(order)
-            answers += [{"set": name, **x} for x in sample_records(found, held_out[name])]
+            found, prompts = found.select(order), held_out[name]
+            turns, played = (None, None) if player is None else (player.turns(found), player.played(prompts, found))
+            answers += [{"set": name, **x} for x in sample_records(found, prompts, turns, played)]
         return Evaluation(metrics, answers)
 
 

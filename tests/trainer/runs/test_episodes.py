@@ -19,7 +19,7 @@ from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import Completion, to_samples
-from rlft_fast.trainer import PPOTrainer, train
+from rlft_fast.trainer import PPOTrainer, evaluate, train
 from rlft_fast.trainer.collect.judge import Judge
 from rlft_fast.trainer.prompts import load_prompts
 from rlft_fast.world import World
@@ -69,6 +69,16 @@ def test_greedy_episodes_draw_by_their_step_and_row(config):
         first, again, other = (trainer.collector.greedy(trainer.prompts, 3, row).token_ids() for row in (0, 0, 4))
     assert first == again
     assert len({*map(tuple, first), *map(tuple, other)}) == 8  # each begins with its number
+
+
+def test_answers_of_an_evaluation_have_the_turns_of_their_episodes(config, tmp_path):
+    rows = str(tmp_path / "rows.jsonl")
+    found = evaluate(config(evaluation={"path": rows, "temperature": 1.0}))
+    assert [len(answer["turns"]) > 2 for answer in found.answers].count(True) > 1
+    for answer in found.answers:
+        assert answer["stop_reason"] in ("done", "max_new_tokens")
+        assert sum(turn.get("reward", 0) for turn in answer["turns"]) == pytest.approx(answer["reward"], abs=1e-12)
+    assert found.metrics["accuracy"] == pytest.approx(sum(answer["reward"] for answer in found.answers) / 4)
 
 
 def test_a_policy_learns_in_episodes(config, tmp_path):
