@@ -40,6 +40,13 @@ def require_usable(config: RunConfig, *, config_path: str | Path | None = None, 
             in it that cannot be written.
     """
     output = Path(config.output_dir)
+    try:
+        str(output.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"output_dir {output.absolute()} has a name that is not UTF-8, to which tokenizers cannot write: name "
+            "another folder"
+        ) from error
     for name, path in {**config.model_folders, **config.start_folders}.items():
         if path is not None and _place(path, output) is not None:
             raise ValueError(

@@ -258,6 +258,18 @@ def test_a_function_that_is_missing_elsewhere(tmp_path, monkeypatch):
                 load_reward(spec)
 
 
+def test_an_output_dir_that_is_not_utf8_is_refused(model, tmp_path, monkeypatch, capsys):
+    """A run may start there, and write elsewhere."""
+    (tmp_path / (start := os.fsdecode(b"caf\xe9"))).mkdir()
+    monkeypatch.chdir(tmp_path / start)
+    config = config_file(model, tmp_path)
+    error = refusal(capsys, config, "--output_dir", "run")
+    assert r"caf\udce9/run has a name that is not UTF-8" in error
+    assert [*Path().iterdir()] == []
+    assert main(["train", config]) == 0
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml", "summary.json", "run.json"])
 def test_a_folder_in_the_place_of_a_file_is_refused_at_the_start(name, model, tmp_path):
     mark(tmp_path / "run")
