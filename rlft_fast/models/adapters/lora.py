@@ -112,7 +112,7 @@ def _has_linear(model: RLModel, name: str) -> bool:
     )
 
 
-def _is_router(layer: nn.Module) -> bool:
+def _is_router(layer: Any) -> bool:
     """Whether a layer chooses experts. In PhiMoE and Llama 4 it is a linear layer that returns more than W x."""
     return type(layer).__name__.endswith("Router")
 
