@@ -17,6 +17,7 @@ from transformers import (
     BertModel,
     CTRLConfig,
     CTRLForSequenceClassification,
+    DeepseekV4ForCausalLM,
     Gemma3TextConfig,
     Gemma3TextModel,
     Lfm2Config,
@@ -566,6 +567,15 @@ def test_rotary_embeddings_by_layer_type():
     require_fixed_rope(backbone, 16)
     with pytest.raises(ValueError, match=r"17 tokens, but the dynamic rotary embeddings of Gemma3TextModel .* 16"):
         require_fixed_rope(backbone, 17)
+
+
+def test_a_name_that_a_renaming_of_other_names_fits(tmp_path):
+    """transformers renames norms of DeepSeek-V4's attention, and writes the last norm so that the renaming fits it."""
+    model = small_model("deepseek_v4", DeepseekV4ForCausalLM)
+    model.save_pretrained(tmp_path)
+    loaded = load_policy(tmp_path).model
+    assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
 def test_heads_that_are_not_known_are_refused(tmp_path):

@@ -282,6 +282,8 @@ def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> 
     # A converter joins experts in the order in which they come. In a file experts.10 comes before experts.2.
     for stored in sorted(_stored(folder), key=lambda stored: dot_natural_key(stored.key)):
         name, pattern = rename_source_key(stored.key, renamings, converters, model.base_model_prefix, targets)
+        if name not in targets and stored.key in targets:  # as in transformers: a renaming of other names fits it, too
+            name, pattern = rename_source_key(stored.key, [], [], model.base_model_prefix, targets)
         if name in targets:
             source = sources.setdefault(name, _Source(None if pattern is None else by_pattern[pattern]))
             source.parts.append((pattern or stored.key, stored))
