@@ -6,8 +6,15 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PhimoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    MllamaForConditionalGeneration,
+    PhimoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
+from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.engine.sharding import build
 from rlft_fast.models import require_divisible_heads
@@ -58,6 +65,18 @@ def test_a_model_with_other_numbers_if_it_is_packed_runs_padded(head, tmp_path, 
     assert engine.model.deviation(torch.arange(3, 11)) < 1e-5
     with pytest.raises(ValueError, match="sequence_parallel=2 needs packed sequences, but PhimoeModel has other"):
         require_divisible_heads(engine.model.backbone, 2, engine.facts.padded_because)
+
+
+def test_a_model_with_more_embeddings_than_logits(tmp_path):
+    """Llama 3.2 Vision has embeddings of its images' tokens, and logits of the others."""
+    plain = small_model("mllama", MllamaForConditionalGeneration)
+    plain.save_pretrained(tmp_path)
+    assert plain.get_input_embeddings().num_embeddings > len(plain.lm_head.weight)
+    engine, ids = make_engine(tmp_path, num_training_steps=None), torch.tensor([[5, 6, 7, 8, 9]])
+    found = engine.infer(Batch.from_samples([[5, 6]], [[7, 8, 9]]), ("logprob",))["logprob"][1:4]
+    with torch.no_grad():
+        expected = plain(input_ids=ids).logits[0, 1:4].log_softmax(-1).gather(1, ids[0, 2:, None])[:, 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("has_window", [True, False])

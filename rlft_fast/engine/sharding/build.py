@@ -192,8 +192,10 @@ def require_own_numbers(model: RLModel, config: EngineConfig) -> None:
 
 def _deviation(model: RLModel) -> float:
     embedding = cast(nn.Embedding, model.pretrained.get_input_embeddings())
+    # Mllama has embeddings of tokens that it never predicts.
+    known = len(model.head.weight) if isinstance(model, PolicyModel) else embedding.num_embeddings
     # As an argument: on a GPU, FSDP of torch 2.11 fails at a method that is called without any.
-    token_ids = torch.linspace(0, embedding.num_embeddings - 1, 8, device=embedding.weight.device).long()
+    token_ids = torch.linspace(0, min(known, embedding.num_embeddings) - 1, 8, device=embedding.weight.device).long()
     with torch.compiler.set_stance("force_eager"), sums_in_float32(embedding.weight):
         deviation = model.deviation(token_ids).item()
     reshard(model)  # the root and the last block would keep their gathered weights
