@@ -53,7 +53,7 @@ def _require_reachable(address: str | None) -> None:
     if not host or not port.isdecimal():
         return
     try:
-        socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=5).close()
+        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=5).close()
     except OSError as error:
         raise ValueError(f"no Ray cluster at {address}: {error}") from error
 

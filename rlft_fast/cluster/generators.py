@@ -141,6 +141,14 @@ class Generators:
         end_actors([actor])
 
 
+def free_url(address: str) -> tuple[str, int]:
+    """The URL of a server at an address of this machine, and its port, which is free now."""
+    is_ipv6 = ":" in address
+    with socket.create_server((address, 0), family=socket.AF_INET6 if is_ipv6 else socket.AF_INET) as probe:
+        port = probe.getsockname()[1]
+    return f"http://{f'[{address}]' if is_ipv6 else address}:{port}", port
+
+
 def _now() -> str:
     """Local time. Python shows a warning once, so two deaths with the same last words have to differ."""
     return f"{datetime.now():%H:%M:%S}"
@@ -161,9 +169,7 @@ class _Host(Leaving):
         assert config.cluster is not None
         assert config.cluster.generators is not None
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port = probe.getsockname()[1]
+        url, port = free_url(address)
         sizes = config.cluster.generators
         command = server_command(
             config.model, config.rollout.dtype_beside(config.actor.compute_dtype), config.rollout,
@@ -177,7 +183,6 @@ class _Host(Leaving):
                 # A server that starts ignores SIGTERM. Its engine ends with it: rlft_fast.integrations.vllm.
                 preexec_fn=partial(end_with_parent, signal.SIGKILL),
             )  # fmt: skip
-        url = f"http://{address}:{port}"
         deadline = time.monotonic() + 60 * config.timeout_minutes
         while time.monotonic() < deadline:
             if (words := self.died()) is not None:
