@@ -10,6 +10,7 @@ from rlft_fast.envs.doors import Message, opening_words
 _SECONDS = 10.0  # for the schema, before the run starts
 _STAMPS = ("metadata", "done", "reward")
 _LONGEST = 1 << 24  # bytes of an observation, which is cut to far less
+_ASK = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # aiohttp's WebSocket takes no proxy either
 
 
 class OpenEnv:
@@ -83,7 +84,7 @@ def _action_schema(url: str) -> dict[str, Any]:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"openenv:{url} is no address: expected openenv:http://HOST:PORT")
     try:
-        with urllib.request.urlopen(f"{url}/schema", timeout=_SECONDS) as answer:
+        with _ASK.open(f"{url}/schema", timeout=_SECONDS) as answer:
             schema = json.loads(answer.read(_LONGEST))["action"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"no OpenEnv server answers at {url}/schema: {error}") from error

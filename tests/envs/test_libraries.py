@@ -175,6 +175,15 @@ def test_openenv_has_a_tool_for_other_actions(play, server):
     assert answers[1].done
 
 
+def test_openenv_is_asked_without_a_proxy(play, server, monkeypatch):
+    """For its schema, as for the WebSocket of an episode."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    _, answers, _ = play(f"openenv:{server[0]}/text", [says("hi")])
+    assert answers[0].messages == [{"role": "user", "content": "got {'message': 'hi'}"}]
+
+
 VERL_TOOL = """
 {imports}
 
