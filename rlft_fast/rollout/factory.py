@@ -23,8 +23,10 @@ from rlft_fast.rollout.vllm import (
     ServerError,
     check_adapter,
     check_structured,
+    check_transfer,
     check_vllm,
     model_fingerprint,
+    transfer_backend,
     weight_backend,
 )
 
@@ -79,6 +81,8 @@ def _vllm_rollout(
     if model.adapter is not None:
         check_adapter(model)
     is_colocated = config.vllm.process == "colocated"
+    if not is_colocated and model.adapter is None:
+        check_transfer(_model_type(engine), transfer_backend(config.vllm, model.device))
     kind = ColocatedVLLM if is_colocated else SeparateVLLM
 
     def start() -> Generator:
@@ -112,6 +116,7 @@ def _served_rollout(
             "rollout.vllm.transfer nccl needs GPUs, and shows no weights to rollout.vllm.check_weights: leave it out, "
             "for sockets"
         )
+    check_transfer(_model_type(engine), weight_backend(config))
     model = _sampled_model(engine, tokenizer, config)
     own = torch.tensor(float(secrets.randbits(24)) if world.is_first else 0.0)  # float32 has as many bits
     run = f"{int(world.all_reduce({'run': own})['run'].item()):06x}"
@@ -146,6 +151,10 @@ def _sampled_model(engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, confi
         adapter=adapter_config(engine) if config.vllm.adapter else None,
         rope_limit=rope_limits(engine.model.backbone).get("longrope") if engine.trains else None,
     )
+
+
+def _model_type(engine: FSDPEngine) -> str:
+    return engine.model.pretrained.config.model_type
 
 
 def _dtype(engine: FSDPEngine, config: RolloutConfig) -> torch.dtype:

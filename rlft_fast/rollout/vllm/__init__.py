@@ -9,6 +9,7 @@ scheduling       which server samples what
 server           one vLLM server: its start, its guard, its state
 answers          what servers answer, checked
 images           prompts with images, processed as the policy gets them
+reload           weights that a reload of vLLM would lose
 adapter          adapters that vLLM computes with, in place of merged weights
 requests         vLLM's form of requests, and completions from its outputs
 weight_sender    sends weights through sockets, once for any number of vLLMs
@@ -17,8 +18,9 @@ worker           the receiving side of weights, which vLLM's workers import
 """
 
 from rlft_fast.rollout.vllm.adapter import check_adapter
-from rlft_fast.rollout.vllm.colocated import ColocatedVLLM, check_vllm
+from rlft_fast.rollout.vllm.colocated import ColocatedVLLM, check_vllm, transfer_backend
 from rlft_fast.rollout.vllm.images import why_no_images
+from rlft_fast.rollout.vllm.reload import check_transfer
 from rlft_fast.rollout.vllm.requests import check_structured
 from rlft_fast.rollout.vllm.scheduling import ServerError
 from rlft_fast.rollout.vllm.separate import SeparateVLLM
@@ -40,11 +42,13 @@ __all__ = [
     "VLLMServer",
     "check_adapter",
     "check_structured",
+    "check_transfer",
     "check_vllm",
     "model_fingerprint",
     "server_command",
     "server_environment",
     "token_from_environment",
+    "transfer_backend",
     "weight_backend",
     "why_no_images",
 ]

@@ -16,6 +16,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from rlft_fast.models import image_family
 from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams, Span
 from rlft_fast.rollout.vllm.adapter import adapter_options, load_adapter, missing_for_adapters
 from rlft_fast.rollout.vllm.images import why_no_images
+from rlft_fast.rollout.vllm.reload import Reload
 from rlft_fast.rollout.vllm.requests import (
     answer_fitting,
     completion_of,
@@ -278,8 +280,11 @@ class ColocatedVLLM(VLLMGenerator):
         tensors = weights.tensors()
         with _nothing_left_out():
             stream = _noting_checksums(tensors, self.handed_over) if self.check_weights else tensors
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+            (reload,) = self.llm.apply_model(partial(Reload, is_first=self.weight_version is None))
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": reload.weights(stream)})
+            reload.write_sinks()
             self.llm.apply_model(renew_packed_weights)
+            reload.require_all()
 
     def close(self) -> None:
         """Ends vLLM, but for its process groups: the next one takes them over, since all live in this process's."""

@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rlft_fast.engine import PieceJoiner, checksum
 from rlft_fast.integrations.vllm import register
 from rlft_fast.rollout.vllm.colocated import renew_packed_weights
+from rlft_fast.rollout.vllm.reload import Reload
 from rlft_fast.rollout.vllm.server import model_fingerprint
 from rlft_fast.rollout.vllm.weight_sender import TIMEOUT_S, read_pieces
 
@@ -50,6 +51,7 @@ class SocketWorker(WeightTransferEngine[SocketInitInfo, SocketUpdateInfo]):
     init_info_cls = SocketInitInfo
     update_info_cls = SocketUpdateInfo
     check = False
+    is_first = True  # update of this process
 
     def init_transfer_engine(self, init_info: SocketInitInfo) -> None:
         self.check = init_info.check
@@ -57,6 +59,8 @@ class SocketWorker(WeightTransferEngine[SocketInitInfo, SocketUpdateInfo]):
     def start_weight_update(self) -> None:
         self.loaded: set[str] = set()
         self.checksums: dict[str, str] = {}
+        self.reload = Reload(self.model, is_first=self.is_first)
+        self.is_first = False
         initialize_layerwise_reload(self.model)
         self.checkpoint_format = {name for name, _ in self.model.named_parameters()}  # no scales that vLLM makes itself
 
@@ -77,11 +81,13 @@ class SocketWorker(WeightTransferEngine[SocketInitInfo, SocketUpdateInfo]):
             return
         if self.check:
             self.checksums |= {name: checksum(weight) for name, weight in weights}
-        self.loaded |= self.model.load_weights(weights) or set()
+        self.loaded |= self.model.load_weights(self.reload.weights(weights)) or set()
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        self.reload.write_sinks()
         renew_packed_weights(self.model)
+        self.reload.require_all()
         expected = {name for name, _ in self.model.named_parameters()} & self.checkpoint_format
         if missing := expected - self.loaded:
             raise RuntimeError(f"vLLM did not get all weights of its model: {', '.join(sorted(missing)[:3])}, ...")

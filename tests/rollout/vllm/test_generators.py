@@ -30,7 +30,7 @@ from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.rollout.vllm.requests import completion_of, vllm_requests
 from rlft_fast.trainer import train
 from rlft_fast.world.process_group import leave_process_group
-from tests.engine.models.test_model_folders import quantize_fp8
+from tests.engine.models.test_model_folders import quantize_fp8, quantize_mxfp4
 from tests.support.machine.distributed import run_distributed
 from tests.support.runs.vllm_rollouts import (
     HEADS,
@@ -363,7 +363,8 @@ def test_weights_in_fp8_are_those_of_now(process, tmp_path):
     run_distributed(fp8, 1, folder, process)
 
 
-def dequantized(rank: int, path: Path, process: str) -> None:
+def policy_of_updates(rank: int, path: Path, process: str) -> None:
+    """vLLM has the engine's probabilities, before and after an update."""
     torch.set_num_threads(1)
     engine = make_engine(path)
     rollout = make_rollout(engine, process=process)
@@ -376,11 +377,26 @@ def dequantized(rank: int, path: Path, process: str) -> None:
 
 @needs_vllm
 @pytest.mark.parametrize("process", ["colocated", pytest.param("separate", marks=pytest.mark.long)])
-def test_a_folder_of_fp8_weights(process, tmp_path):
+def test_experts_and_sinks_of_gpt_oss(process, tmp_path):
+    """Which vLLM's model writes into its parameters past their loaders."""
+    folder = save_tiny_model("gpt-oss", tmp_path / "model", **HEADS, intermediate_size=64)
+    run_distributed(policy_of_updates, 1, folder, process)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("name", "quantize", "process"),
+    [
+        ("llama", quantize_fp8, "colocated"),
+        pytest.param("llama", quantize_fp8, "separate", marks=pytest.mark.long),
+        pytest.param("gpt-oss", quantize_mxfp4, "separate", marks=pytest.mark.long),
+    ],
+)
+def test_a_folder_of_quantized_weights(name, quantize, process, tmp_path):
     """The policy dequantizes them, and vLLM has the policy's."""
-    folder = save_tiny_model("llama", tmp_path / "llama", **HEADS)
-    quantize_fp8(folder)
-    run_distributed(dequantized, 1, folder, process)
+    folder = save_tiny_model(name, tmp_path / "model", **HEADS, intermediate_size=64)
+    quantize(folder)
+    run_distributed(policy_of_updates, 1, folder, process)
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
