@@ -62,7 +62,7 @@ def adapter_options(adapter: Mapping[str, Any]) -> dict[str, Any]:
         "max_loras": 1,
         # Other layers would compute with adapters of zeros, the head among them.
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapter["target_modules"]}),
-        "load_format": "auto",  # the weights beside the adapters, which no sync brings
+        "load_format": "hf",  # the weights beside the adapters, which no sync brings
         "worker_extension_cls": "rlft_fast.rollout.vllm.worker.WorkerExtension",
     }
 

@@ -152,8 +152,10 @@ def device_options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
         config: of vLLM.
         on_cpu: whether vLLM computes on the CPU.
     """
+    # Published folders of Mistral models have files of another format, too, which vLLM would prefer.
+    as_transformers = {"config_format": "hf", "tokenizer_mode": "hf"}
     if not on_cpu:
-        return {"gpu_memory_utilization": config.gpu_memory_utilization, **config.engine_options}
+        return {"gpu_memory_utilization": config.gpu_memory_utilization, **as_transformers, **config.engine_options}
     return {
         "kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30),
         "enforce_eager": True,  # compiling takes minutes
@@ -161,6 +163,7 @@ def device_options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
         "block_size": 32,
         # vLLM 0.32 rewinds the generator of a request whose prompt it has run in part. A CPU's generator cannot rewind.
         "enable_chunked_prefill": False,
+        **as_transformers,
         **config.engine_options,
     }
 
