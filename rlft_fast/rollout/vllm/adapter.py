@@ -1,10 +1,13 @@
 """The policy's adapters for a vLLM on this machine, which computes with them beside the weights of the model's folder.
 
-vLLM reads adapters from files of PEFT. The files lie in shared memory, and are there only while vLLM reads them.
+vLLM reads adapters from files of PEFT. The files lie in shared memory where it has room, else in the folder for
+temporary files, and are there only while vLLM reads them.
 """
 
 import inspect
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,6 +70,17 @@ def adapter_options(adapter: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def place_for(num_bytes: int) -> Path | None:
+    """Shared memory, if each process of this machine can write so much there: a container may have 64 MB. None: a disk.
+
+    Args:
+        num_bytes: of the adapters.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_room = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > (1 + processes) * num_bytes
+    return _SHARED_MEMORY if has_room else None
+
+
 def load_adapter(llm: Any, weights: WeightStream, adapter: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     """Has vLLM take adapters in place of the adapters that it has.
 
@@ -84,7 +98,7 @@ def load_adapter(llm: Any, weights: WeightStream, adapter: Mapping[str, Any]) ->
     from vllm.lora.request import LoRARequest
 
     tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.tensors()}
-    place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    place = place_for(sum(tensor.nbytes for tensor in tensors.values()))
     with TemporaryDirectory(prefix="rlft_fast_adapter_", dir=place) as folder:
         save_file(tensors, Path(folder, "adapter_model.safetensors"))
         Path(folder, "adapter_config.json").write_text(json.dumps(adapter))

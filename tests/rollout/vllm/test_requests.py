@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoConfig
 from rlft_fast.config import VLLMConfig
 from rlft_fast.rollout import SampledModel, SamplingParams
 from rlft_fast.rollout.vllm import model_fingerprint
+from rlft_fast.rollout.vllm.adapter import place_for
 from rlft_fast.rollout.vllm.requests import device_options, request_fields
 from tests.support.runs.vllm_rollouts import HEADS, needs_vllm
 from tests.support.tiny_models import save_tiny_model
@@ -25,6 +27,15 @@ def test_vllm_takes_a_temperature(temperature):
 def test_a_temperature_that_vllm_would_raise_is_refused():
     with pytest.raises(ValueError, match=r"temperature is 0\.009, but vLLM would sample at 0\.01"):
         request_fields(SamplingParams(temperature=0.009), MODEL, [], [])
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory with a path")
+def test_adapters_go_where_they_fit(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    shared = Path("/dev/shm")
+    free = shutil.disk_usage(shared).free
+    assert place_for(free // 2) is None
+    assert place_for(free // 4) == shared
 
 
 @needs_vllm
