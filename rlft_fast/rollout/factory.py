@@ -92,7 +92,9 @@ def _vllm_rollout(
             raise RolloutError(
                 f"vLLM could not start with {model.path}: {error}\n"
                 "If memory is short: lower rollout.batch_size or rollout.vllm.cpu_cache_gib on a CPU; on a GPU lower "
-                "rollout.vllm.gpu_memory_utilization or set actor.offload_between_phases"
+                "rollout.vllm.gpu_memory_utilization or set actor.offload_between_phases\n"
+                "If the key-value cache is too small for one sequence: raise rollout.vllm.cpu_cache_gib on a CPU, "
+                "rollout.vllm.gpu_memory_utilization on a GPU, or lower rollout.max_prompt_tokens and max_new_tokens"
             ) from error
 
     return Rollout(

@@ -545,6 +545,8 @@ def refused(rank: int, path: Path) -> None:
     with pytest.raises(RolloutError, match="NobodyKnowsForCausalLM"):
         make_rollout(engine)
     (path / "config.json").write_text(known)
+    with pytest.raises(RolloutError, match=r"(?s)cache blocks.*too small for one sequence: raise rollout\.vllm\."):
+        make_rollout(engine, cpu_cache_gib=1e-5)
     values = toy_values(path, path.parent, rollout__backend="vllm", rollout__vllm={"cpu_cache_gib": 1e5})
     (path.parent / "run.yaml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "-m", "rlft_fast", "train", str(path.parent / "run.yaml"), "--no-memory-check"]
