@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightMetadata, WeightStream
-from rlft_fast.integrations.vllm import BACKEND
+from rlft_fast.integrations.vllm import BACKEND, ENDS_WITH_PARENT
 from rlft_fast.rollout.types import SampledModel, Span
 from rlft_fast.rollout.vllm.colocated import VLLMGenerator, environment, start_llm, transfer_backend
 from rlft_fast.rollout.vllm.stepping import Stepping
@@ -169,6 +169,8 @@ def stream_source(stream: WeightStream) -> Any:
 def _process_environment(world: World, config: VLLMConfig, backend: str) -> dict[str, str]:
     """What vLLM's processes inherit: this process's threads, or their GPUs; but not torchrun's store."""
     common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    if threading.current_thread() is threading.main_thread():  # Linux tells of the end of the thread that starts it
+        common[ENDS_WITH_PARENT] = str(os.getpid())
     device = world.device
     if device.type == "cpu":
         threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlft_fast.engine import PieceJoiner, checksum
-from rlft_fast.integrations.vllm import register
+from rlft_fast.integrations.vllm import end_with_starter, register
 from rlft_fast.rollout.vllm.colocated import renew_packed_weights
 from rlft_fast.rollout.vllm.reload import Reload
 from rlft_fast.rollout.vllm.server import model_fingerprint
@@ -137,3 +137,4 @@ class WorkerExtension:
 
 
 register()
+end_with_starter()  # in an engine that was forked after `register`, too

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from rlft_fast.trainer import train
 from rlft_fast.world.process_group import leave_process_group
 from tests.engine.models.test_model_folders import quantize_fp8, quantize_mxfp4
 from tests.support.machine.distributed import run_distributed
+from tests.support.machine.processes import ROOT
 from tests.support.runs.vllm_rollouts import (
     HEADS,
     PROMPTS,
@@ -536,6 +538,38 @@ def test_a_lost_generator_loses_no_step(tmp_path):
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from tests.support.runs.vllm_rollouts import make_engine, make_rollout
+
+if __name__ == "__main__":
+    rollout = make_rollout(make_engine(Path(sys.argv[1])), process="separate")
+    print("started", flush=True)
+    time.sleep(600)
+"""
+
+
+@needs_vllm
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells of a parent's end on Linux alone")
+def test_vllm_ends_with_a_trainer_that_is_killed(tmp_path):
+    """It would hold the memory that the run needs when it goes on."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    command = [sys.executable, str(tmp_path / "trainer.py"), str(save_tiny_model("llama", tmp_path / "model", **HEADS))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as trainer:
+        assert trainer.stdout is not None
+        assert "started\n" in iter(trainer.stdout.readline, "")
+        children = psutil.Process(trainer.pid).children(recursive=True)
+        (engine,) = (child for child in children if "EngineCore" in " ".join(child.cmdline()))
+        trainer.kill()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    for child in alive:
+        child.kill()
+    assert engine not in alive
 
 
 def refused(rank: int, path: Path) -> None:
