@@ -165,6 +165,8 @@ def test_a_replay_is_the_model_with_these_experts(name, tiny_model, monkeypatch)
 
 def test_a_replay_weighs_experts_of_groups_that_are_not_chosen():
     """DeepSeek-V2 takes weights from scores that are 0 outside of the groups that it chooses now."""
+    if "router_logits" not in DeepseekV2Model._can_record_outputs:
+        pytest.skip("transformers 5.15 does not know the routers of DeepSeek-V2, so that a replay is refused")
     sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "moe_intermediate_size": 8}
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 1}
     config = DeepseekV2Config(
