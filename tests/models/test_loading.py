@@ -51,7 +51,6 @@ from rlft_fast.models import (
     require_fixed_rope,
     require_packed_attention,
 )
-from tests.engine.models.every_architecture import small_model
 from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID
 
 LOADERS = [load_policy, load_critic]
@@ -571,6 +570,8 @@ def test_rotary_embeddings_by_layer_type():
 
 def test_a_name_that_a_renaming_of_other_names_fits(tmp_path):
     """transformers renames norms of DeepSeek-V4's attention, and writes the last norm so that the renaming fits it."""
+    from tests.engine.models.every_architecture import small_model  # needs pydantic, which a bare GPU machine lacks
+
     model = small_model("deepseek_v4", DeepseekV4ForCausalLM)
     model.save_pretrained(tmp_path)
     loaded = load_policy(tmp_path).model
@@ -580,6 +581,8 @@ def test_a_name_that_a_renaming_of_other_names_fits(tmp_path):
 
 def test_heads_that_are_not_known_are_refused(tmp_path):
     """Of a reward model with another head than `score`, and of a critic whose backbone comes with a head alone."""
+    from tests.engine.models.every_architecture import small_model  # needs pydantic, which a bare GPU machine lacks
+
     sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 8, "dff": 8, "n_layer": 1, "n_head": 2}
     CTRLForSequenceClassification(CTRLConfig(**sizes, num_labels=1, pad_token_id=0)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="CTRLForSequenceClassification classifies by classifier, not by one linear"):
