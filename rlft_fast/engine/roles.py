@@ -25,7 +25,8 @@ def role_engine(config: RunConfig, name: str, world: World, num_training_steps: 
     """
     role = run_roles(config)[name]
     if num_training_steps is not None and name == "actor" and isinstance(config, Config):
-        num_training_steps = max(num_training_steps * (config.steps - config.frozen_steps) // config.steps, 1)
+        idle = config.frozen_steps * config.algorithm.epochs * config.algorithm.mini_batches
+        num_training_steps = max(num_training_steps - idle, 1)
     if (start := role.config.init_from) is not None:
         world.together(lambda: find_start(start), ValueError)
     engine = FSDPEngine(

@@ -25,7 +25,7 @@ from rlft_fast.plugins import suggestion
 _OURS = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "groups"}
 # torch's first step has no dampening. Here the state exists before that step, and every step would have it.
 _OTHER_FORMULAS = ("maximize", "differentiable", "dampening")
-# Their state has the learning rate of the step before, of Rprop that of the first step alone.
+# ASGD's state has the learning rate of the step before, and Rprop's the rate of the first step.
 _KEEP_RATE = ("ASGD", "Rprop")
 Group = dict[str, Any]
 

@@ -34,7 +34,7 @@ def expert_matrices(experts: Any) -> dict[str, nn.Parameter]:
 def adapt_experts(experts: Any, names: list[str], rank: int, scale: float) -> None:
     """Adds adapters, A (E, rank, in) and B (E, out, rank), to matrices of the experts of a layer, in place.
 
-    They are float32, as peft makes those of linear layers: FSDP takes one dtype of all that a block trains.
+    The adapters are float32, as peft's adapters of linear layers are: FSDP takes one dtype for what a block trains.
 
     Raises:
         ValueError: the rank is no multiple of 8.
