@@ -16,6 +16,7 @@ from typing import Any
 
 from rlft_fast.errors import StepError, brief, text_of
 from rlft_fast.foreign import LARGEST_REWARD, ForeignCode
+from rlft_fast.plugins import function_name
 
 # Called as f(prompts=..., completions=..., completion_ids=..., **columns), once for a batch.
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
@@ -64,7 +65,7 @@ def compute_rewards(
             neither such a number nor None. The message names the function and the sample.
     """
     _check_arguments(prompts, completions, completion_ids, columns)
-    name = _name(function)
+    name = function_name(function)
     given = {**columns, "prompts": prompts, "completions": completions}
     copies = {name: [copy.deepcopy(value) for value in values] for name, values in given.items()}  # one per sample
     copies["completion_ids"] = [[*ids] for ids in completion_ids]
@@ -104,8 +105,8 @@ def check_columns(function: RewardFunction, columns: Collection[str], what: str)
         signature.bind(**dict.fromkeys((*ARGUMENTS, *columns)))
     except TypeError as error:
         raise ValueError(
-            f"reward function {_name(function)} cannot be called with {', '.join(ARGUMENTS)} and the columns of "
-            f"{what}, {sorted(columns)}: {error} (a parameter **columns collects unused columns)"
+            f"reward function {function_name(function)} cannot be called with {', '.join(ARGUMENTS)} and the columns "
+            f"of {what}, {sorted(columns)}: {error} (a parameter **columns collects unused columns)"
         ) from error
 
 
@@ -127,7 +128,7 @@ def warn_of_missing_values(function: RewardFunction, columns: Mapping[str, Seque
             shown = ", ".join(map(str, rows[:_SHOWN_ROWS])) + (" and more" if len(rows) > _SHOWN_ROWS else "")
             warnings.warn(
                 f"{len(rows)} rows of {what} ({shown}, counted from 0) have no {name!r}, which reward function "
-                f"{_name(function)} reads. It must return None for these rows, which leaves their samples out; "
+                f"{function_name(function)} reads. It must return None for these rows, which leaves their samples out; "
                 "otherwise fill the column in, or leave the rows out",
                 stacklevel=3,
             )
@@ -248,10 +249,6 @@ def is_reward(value: Any) -> bool:
         return isinstance(value, (Real, Decimal)) and abs(float(value)) <= LARGEST_REWARD
     except (OverflowError, ValueError):  # an integer larger than any float; a Decimal that signals
         return False
-
-
-def _name(function: RewardFunction) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
 
 
 def _shorten(value: Text, limit: int = 80) -> str:
