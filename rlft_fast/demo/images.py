@@ -6,12 +6,11 @@ question, and shows it no picture: it guesses then. GRPO alone teaches it to loo
 
 import json
 import random
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlft_fast.config import Config, SFTConfig
-from rlft_fast.demo.folder import DATA, claim_folders
+from rlft_fast.demo.folder import DATA, claim_folders, write_rows
 from rlft_fast.errors import printable
 
 _STEPS = 100
@@ -158,9 +157,9 @@ def write_pictures(folder: Path, texts: Path) -> dict[str, Path]:
         rows.append(_row(name, draw.choice([*_QUESTIONS]), picture))
     guesses = [_guess(draw.choice([*_QUESTIONS]), draw) for _ in range(_NUM_TEXTS)]
     return {
-        "train": _write(folder / "train.jsonl", rows[_NUM_HELD_OUT:]),
-        "held_out": _write(folder / "held_out.jsonl", rows[:_NUM_HELD_OUT]),
-        "texts": _write(texts / "texts.jsonl", guesses),
+        "train": write_rows(folder / "train.jsonl", rows[_NUM_HELD_OUT:]),
+        "held_out": write_rows(folder / "held_out.jsonl", rows[:_NUM_HELD_OUT]),
+        "texts": write_rows(texts / "texts.jsonl", guesses),
     }
 
 
@@ -212,9 +211,3 @@ def _row(name: str, question: str, picture: Picture) -> dict[str, Any]:
 def _guess(question: str, draw: random.Random) -> dict[str, Any]:
     answer = draw.choice(_QUESTIONS[question])
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlft_fast.config import ClusterConfig, Config, WorkersConfig
-from rlft_fast.demo.folder import DATA, claim_folders
+from rlft_fast.demo.folder import DATA, claim_folders, write_rows
 from rlft_fast.demo.smollm2 import smollm2_folder
 from rlft_fast.errors import printable
 
@@ -97,14 +97,12 @@ def write_problems(folder: Path) -> tuple[Path, Path]:
     pairs = [(a, b) for a in range(1, _LARGEST + 1) for b in range(a + 1, _LARGEST + 1)]
     held_out = random.Random(0).sample(pairs, _NUM_HELD_OUT_PAIRS)
     kept = [pair for pair in pairs if pair not in held_out] + [(a, a) for a in range(1, _LARGEST + 1)]
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, chosen in (("train", kept), ("held_out", held_out)):
         problems = sorted({(a, b) for pair in chosen for a, b in (pair, pair[::-1])})
         random.Random(1).shuffle(problems)
         rows = [{"prompt": _PROMPT.format(a=a, b=b), "answer": str(a + b)} for a, b in problems]
-        paths.append(folder / f"{name}.jsonl")
-        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        paths.append(write_rows(folder / f"{name}.jsonl", rows))
     return paths[0], paths[1]
 
 

@@ -7,12 +7,12 @@ right now and then. GRPO then teaches it to go on.
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlft_fast.config import Config, SFTConfig
-from rlft_fast.demo.folder import DATA, claim_folders
+from rlft_fast.demo.folder import DATA, claim_folders, write_rows
 from rlft_fast.demo.smollm2 import smollm2_folder
 from rlft_fast.errors import printable
 
@@ -140,9 +140,9 @@ def write_tool_problems(folder: Path, traces: Path) -> dict[str, Path]:
     held_out, train = problems[:_NUM_HELD_OUT], problems[_NUM_HELD_OUT:]
     conversations = [_trace(problem, complete=draw.random() < _COMPLETE) for problem in train[:_NUM_TRACES]]
     return {
-        "train": _write(folder / "train.jsonl", [_row(problem) for problem in train]),
-        "held_out": _write(folder / "held_out.jsonl", [_row(problem) for problem in held_out]),
-        "traces": _write(traces / "traces.jsonl", conversations),
+        "train": write_rows(folder / "train.jsonl", [_row(problem) for problem in train]),
+        "held_out": write_rows(folder / "held_out.jsonl", [_row(problem) for problem in held_out]),
+        "traces": write_rows(traces / "traces.jsonl", conversations),
     }
 
 
@@ -167,12 +167,6 @@ def _calculated(operation: str, result: int) -> list[dict[str, Any]]:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": _TOOL["name"], "content": str(result)},
     ]
-
-
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def _show_episodes(samples: Path) -> None:
