@@ -214,16 +214,16 @@ class Suffixes:
             for before in (asked, longer)
             for words in _PROBES
         }
-        if len(texts) > 1:
-            first, second, *_ = sorted(texts)
-            raise ValueError(f"behind other words it is {first!r} and {second!r}")
-        (text,) = texts
+        text = _only(texts, "words")
         if "Why?" not in text:
             raise ValueError(f"the answer is not in {text!r}")
+        self._require_same_tokens(text)
+        self._prove_results()
+
+    def _require_same_tokens(self, text: str) -> None:
         for i, end in self._ends.items():
             if self._encode(end + text) != [i, *self._encode(text)]:
                 raise ValueError(f"{text!r} has other tokens behind {end!r} than alone")
-        self._prove_results()
 
     def _prove_results(self) -> None:
         """As `_prove`, of the results of tools: they may not depend on arguments, words, thoughts and earlier calls."""
@@ -240,10 +240,7 @@ class Suffixes:
             for words in ("", "Let me see.")
             for own in calls
         }
-        if len(texts) > 1:
-            first, second, *_ = sorted(texts)
-            raise ValueError(f"behind other calls of tools it is {first!r} and {second!r}")
-        (text,) = texts
+        text = _only(texts, "calls of tools")
         if RESULT_MARK not in text:
             raise ValueError(f"the result of a tool is not in {text!r}")
 
@@ -265,13 +262,15 @@ class Suffixes:
                 for before in ([words[0]], [words[1]], [words[0], said, words[1]], [words[1], said, words[0]])
                 for probe in _PROBES
             }
-            if len(texts) > 1:
-                first, second, *_ = sorted(texts)
-                raise ValueError(f"behind other images it is {first!r} and {second!r}")
-            (text,) = texts
+            text = _only(texts, "images")
             if (found := text.count(reader.placeholder)) != number:
                 raise ValueError(f"{number} images become {found} times {reader.placeholder} in {text!r}")
-            text = reader.expand_blank(text)
-            for i, end in self._ends.items():
-                if self._encode(end + text) != [i, *self._encode(text)]:
-                    raise ValueError(f"{text!r} has other tokens behind {end!r} than alone")
+            self._require_same_tokens(reader.expand_blank(text))
+
+
+def _only(texts: set[str], what: str) -> str:
+    """The text, which must be the same behind every `what`."""
+    if len(texts) > 1:
+        first, second, *_ = sorted(texts)
+        raise ValueError(f"behind other {what} it is {first!r} and {second!r}")
+    return texts.pop()
