@@ -5,7 +5,6 @@ worker, and the start and the end of its work. Times are seconds since the epoch
 time of the line before ends, if the run has not been started again between them.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -192,7 +191,7 @@ def _parse(text: bytes) -> _Line | None:
     if not isinstance(line, dict) or not is_exact_integer(line.get("step")) or not isinstance(line.get("spans"), list):
         return None
     start, end = drawable(line.get("start")), drawable(line.get("end"))
-    if start is None or end is None or start > end or not math.isfinite(start) or not math.isfinite(end):
+    if start is None or end is None or start > end:
         return None
     spans = [Span(*span) for span in line["spans"] if _is_span(span)]
     return _Line(line["step"], start, end, spans)
