@@ -52,7 +52,7 @@ class KeptBeginnings:
             states: keys and values of the tokens of the request and of these tokens.
         """
         assert request.episode is not None
-        self._by_episode[request.episode] = Beginning([*request.token_ids, *token_ids], states, _keys(request))
+        self._by_episode[request.episode] = Beginning([*request.token_ids, *token_ids], states, request.image_keys)
 
     def num_known(self, request: Request) -> int:
         """How many of a request's first tokens need not run. The last always runs."""
@@ -95,13 +95,9 @@ class KeptBeginnings:
 
 def _num_begun(beginning: Beginning | None, request: Request) -> int:
     """Tokens of a beginning that a request begins with, but for the request's last; 0 where images differ."""
-    if beginning is None or _keys(request)[: len(beginning.images)] != beginning.images:
+    if beginning is None or request.image_keys[: len(beginning.images)] != beginning.images:
         return 0
     return _num_equal(beginning.token_ids, request.token_ids[:-1])
-
-
-def _keys(request: Request) -> tuple[str, ...]:
-    return () if request.images is None else request.images.keys
 
 
 def _num_equal(x: Sequence[int], y: Sequence[int]) -> int:

@@ -187,7 +187,7 @@ def _equal_prompts(requests: Sequence[Request]) -> list[list[int]]:
     """The numbers of the requests, together where prompts are equal, in order of first appearance."""
     groups: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for i, request in enumerate(requests):
-        groups.setdefault(_prompt(request), []).append(i)
+        groups.setdefault(((*request.token_ids,), request.image_keys), []).append(i)
     return [*groups.values()]
 
 
@@ -208,11 +208,6 @@ def _batches(
             batch.append(group)
     if batch:
         yield batch
-
-
-def _prompt(request: Request) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """What requests have in common that share a prefill. Image tokens are equal where images differ."""
-    return (*request.token_ids,), () if request.images is None else request.images.keys
 
 
 def _cut(requests: Sequence[Request], size: int) -> list[list[Request]]:

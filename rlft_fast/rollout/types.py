@@ -144,6 +144,11 @@ class Request:
     images: Images | None = None
     episode: int | None = None
 
+    @property
+    def image_keys(self) -> tuple[str, ...]:
+        """Keys of the images' parts, which tell requests apart whose token ids are equal."""
+        return () if self.images is None else self.images.keys
+
 
 def make_requests(
     prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds, images: Sequence[Images | None] = ()
