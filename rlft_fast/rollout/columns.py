@@ -12,12 +12,14 @@ from torch import Tensor
 from rlft_fast.data import Samples, cat_lists, cat_supports
 from rlft_fast.rollout.types import Completion, Span
 
-Answers = list[tuple[int, Completion]]
-"""Completions, each with the row of its prompt. The completions of a row stand in the order of their numbers."""
 
+def to_samples(answers: Sequence[tuple[int, Completion]]) -> Samples:
+    """The columns of completions that this process has sampled. They have no rewards yet.
 
-def to_samples(answers: Answers) -> Samples:
-    """The columns of completions that this process has sampled. They have no rewards yet."""
+    Args:
+        answers: completions, each with the row of its prompt. The completions of a row stand in the order of their
+            numbers.
+    """
     rows = [row for row, _ in answers]
     completions = [completion for _, completion in answers]
     numbering: defaultdict[int, count[int]] = defaultdict(count)

@@ -72,9 +72,9 @@ class HFGenerator:
         """
         longest = max((len(request.token_ids) + request.max_new_tokens for request in requests), default=0)
         require_positions(self.model.backbone, longest)
-        # The stance: compiled blocks would compile again for the cache.
         one_length = self.model.sees_padding
         self._kept.keep_only({request.episode for request in requests})
+        # The stance: compiled blocks would compile again for the cache.
         with _generation_mode(self.model), torch.compiler.set_stance("force_eager"):
             groups = _equal_prompts(requests)
             self._kept.common = self._run_beginning([requests[group[0]] for group in groups])
