@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
@@ -30,7 +29,7 @@ from rlft_fast.models import image_family
 from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams, Span
 from rlft_fast.rollout.vllm.adapter import adapter_options, load_adapter, missing_for_adapters
 from rlft_fast.rollout.vllm.images import why_no_images
-from rlft_fast.rollout.vllm.reload import Reload
+from rlft_fast.rollout.vllm.reload import Reload, renew_packed_weights
 from rlft_fast.rollout.vllm.requests import (
     answer_fitting,
     completion_of,
@@ -336,27 +335,6 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
         **{"enable_prefix_caching": True} | device_options(config.vllm, model.device.type == "cpu"),
         **options | own,
     )
-
-
-def renew_packed_weights(model: nn.Module) -> None:
-    """Has vLLM pack two kinds of weights again after a reload. On CPUs, vLLM multiplies by packed weights.
-
-    A reload (vLLM 0.32) packs the weights of most layers again. It leaves out a head that is tied to the embedding,
-    because such a head gets no weights, and experts, which vLLM packs at their first load only. Without this function,
-    vLLM would sample with old weights there.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    embeddings = [module for module in model.modules() if type(module) is VocabParallelEmbedding]
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if isinstance(module, ParallelLMHead) and any(module.weight is embedding.weight for embedding in embeddings):
-            method.process_weights_after_loading(module)
-        if (kernel := getattr(method, "moe_kernel", None)) is not None:
-            kernel.fused_experts.process_weights_after_loading(module)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a reload of vLLM (0.32) loses: weights that a model writes into its parameters past their loaders.
+"""What a reload of vLLM (0.32) loses: weights that a model writes into its parameters past their loaders, or packs.
 
 While vLLM reloads, parameters have no memory, and their loaders keep what comes. What a model writes otherwise is lost
 without a word: vLLM goes on with the numbers before, which are random at first.
@@ -78,6 +78,27 @@ class Reload:
             raise RuntimeError(
                 f"vLLM did not get all weights of its model: {', '.join(left[:3])}{', ...' * (len(left) > 3)}"
             )
+
+
+def renew_packed_weights(model: nn.Module) -> None:
+    """Has vLLM pack two kinds of weights again after a reload. On CPUs, vLLM multiplies by packed weights.
+
+    A reload (vLLM 0.32) packs the weights of most layers again. It leaves out a head that is tied to the embedding,
+    because such a head gets no weights, and experts, which vLLM packs at their first load only. Without this function,
+    vLLM would sample with old weights there.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    embeddings = [module for module in model.modules() if type(module) is VocabParallelEmbedding]
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead) and any(module.weight is embedding.weight for embedding in embeddings):
+            method.process_weights_after_loading(module)
+        if (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _compared(model: nn.Module) -> dict[str, Tensor]:

@@ -17,8 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlft_fast.engine import PieceJoiner, checksum
 from rlft_fast.integrations.vllm import end_with_starter, register
-from rlft_fast.rollout.vllm.colocated import renew_packed_weights
-from rlft_fast.rollout.vllm.reload import Reload
+from rlft_fast.rollout.vllm.reload import Reload, renew_packed_weights
 from rlft_fast.rollout.vllm.server import model_fingerprint
 from rlft_fast.rollout.vllm.weight_sender import TIMEOUT_S, read_pieces
 
