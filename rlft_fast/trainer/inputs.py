@@ -252,8 +252,7 @@ def require_generator_apart(config: Config, world_size: int, device_type: str) -
             f"rollout.max_staleness is {staleness}, but {world_size} processes train together, which sample together, "
             "too: start one process, or set max_staleness to 0"
         )
-    has_servers = bool(config.rollout.servers) or config.cluster is not None
-    is_beside = not has_servers and config.rollout.vllm.transfer in ("auto", "ipc")
+    is_beside = not config.has_servers and config.rollout.vllm.transfer in ("auto", "ipc")
     if device_type == "cuda" and is_beside:
         raise ValueError(
             f"rollout.max_staleness is {staleness}, but a separate vLLM that takes weights by ipc has the GPU of the "

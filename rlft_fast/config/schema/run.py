@@ -219,6 +219,11 @@ class Config(RunConfig):
         """All environments; the one of ``environment`` has the name ""."""
         return self.environments if self.environment is None else {"": self.environment}
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers generate: given servers, or the run's own on a cluster."""
+        return bool(self.rollout.servers) or (self.cluster is not None and self.cluster.generators is not None)
+
     def for_device(self, device_type: str) -> Self:
         """With `ModelConfig.for_device` of each model."""
         device_type = self.device_of_models(device_type)
@@ -246,18 +251,18 @@ class Config(RunConfig):
 
     @rule
     def _overlaps_nothing_that_reads_it(self) -> Iterator[str]:
-        rollout, cluster = self.rollout, self.cluster
+        rollout = self.rollout
         if not (staleness := rollout.max_staleness):
             return
-        has_servers = bool(rollout.servers) or (cluster is not None and cluster.generators is not None)
-        if cluster is None and not has_servers and (rollout.backend == "hf" or rollout.vllm.process == "colocated"):
+        is_inside = rollout.backend == "hf" or rollout.vllm.process == "colocated"
+        if self.cluster is None and not self.has_servers and is_inside:
             yield (
                 f"rollout.max_staleness is {staleness}, but {rollout.backend} generates in the process that trains: "
                 "set backend to vllm with vllm.process: separate or with servers, or max_staleness to 0"
             )
         refused = {
-            "a cluster whose workers generate": (self.cluster is not None and not has_servers, "they train, too. Give "
-                                                 "cluster.generators"),
+            "a cluster whose workers generate": (self.cluster is not None and not self.has_servers, "they train, too. "
+                                                 "Give cluster.generators"),
             "a reward model": (bool(self.reward.model_parts), "it scores in the process that trains"),
             "algorithm.max_refills": (self.algorithm.max_refills > 0, "the number of prompts of a step is not known "
                                       "before it is sampled"),

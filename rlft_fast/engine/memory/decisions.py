@@ -84,8 +84,7 @@ def decided_by_memory(config: RunConfig) -> dict[str, Any]:
 def _shares_vllm(config: Config) -> bool:
     """Whether vLLM runs in the processes that train, several of which can hold one copy of the weights."""
     rollout = config.rollout
-    elsewhere = rollout.servers or (config.cluster is not None and config.cluster.generators is not None)
-    return rollout.backend == "vllm" and rollout.vllm.process == "colocated" and not elsewhere
+    return rollout.backend == "vllm" and rollout.vllm.process == "colocated" and not config.has_servers
 
 
 def only(decision: list[dict[str, Any]], keys: Container[str]) -> list[dict[str, Any]]:

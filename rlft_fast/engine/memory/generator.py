@@ -47,13 +47,12 @@ class GeneratorMemory:
         colocated = vllm.process == "colocated"
         self.vllm_weights = self.whole_weights // (vllm.tensor_parallel_size if colocated or self.on_gpu else 1)
         self.asleep_bytes = self.awake_bytes = self.loading_bytes = self.beside_policy_bytes = 0
-        has_servers = self.rollout.servers or (config.cluster is not None and config.cluster.generators is not None)
         if not self.in_vllm:
             gathered = self.wrapped * numel * getattr(torch, config.actor.compute_dtype).itemsize
             held = config.actor.compute_dtype if self.wrapped else config.actor.param_dtype
             copies = gathered + (dtype != held) * self.whole_weights
             self.beside_policy_bytes = copies + self._cache_bytes() + self._logits_bytes()
-        elif has_servers:  # none of it is this process's
+        elif config.has_servers:  # none of it is this process's
             pass
         elif not self.on_gpu:  # vLLM never sleeps on a CPU
             self.asleep_bytes = self.awake_bytes = self.loading_bytes = self.vllm_weights + int(
