@@ -258,17 +258,13 @@ class EngineState:
             print(f"{tag}: " + ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in found.items()), flush=True)
         return found
 
-    @contextlib.contextmanager
-    def train_mode(self) -> Iterator[None]:
+    def train_mode(self) -> contextlib.AbstractContextManager[None]:
         """A phase in which weights and optimizer state are on the device; `train_step` opens its own if none is."""
-        with self._phase(optimizer=True):
-            yield
+        return self._phase(optimizer=True)
 
-    @contextlib.contextmanager
-    def eval_mode(self) -> Iterator[None]:
+    def eval_mode(self) -> contextlib.AbstractContextManager[None]:
         """A phase in which the weights are on the device; `infer` and `score` open their own if none is."""
-        with self._phase(optimizer=False):
-            yield
+        return self._phase(optimizer=False)
 
     @contextlib.contextmanager
     def _phase(self, optimizer: bool) -> Iterator[None]:

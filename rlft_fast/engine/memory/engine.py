@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rlft_fast.config import EngineConfig, HeadKind
+from rlft_fast.engine.forward import power_of_two
 from rlft_fast.engine.memory.simulation import MemoryPlanError, Peaks, Workload, build_plain, simulate
 from rlft_fast.engine.sharding import (
     find_units,
@@ -221,7 +222,7 @@ def offloaded_input_bytes(model: RLModel, config: EngineConfig) -> int:
     text = model.backbone.config.get_text_config()
     rows = -(-config.max_tokens // config.sequence_parallel)
     num_bytes = rows * text.hidden_size * getattr(torch, config.compute_dtype).itemsize
-    return text.num_hidden_layers << (num_bytes - 1).bit_length()
+    return text.num_hidden_layers * power_of_two(num_bytes)
 
 
 def _moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:

@@ -227,7 +227,8 @@ class _Trained:
         flops, text = model_flops(self.model), self.model.backbone.config.get_text_config()
         self.flops_per_row = flops.per_token + flops.per_active
         # Queries, keys, values and outputs, in the forward, again, and in the backward.
-        self.exchanged_per_row = 12 * text.num_hidden_layers * text.hidden_size * self._width(role.config)
+        width = getattr(torch, role.config.compute_dtype).itemsize
+        self.exchanged_per_row = 12 * text.num_hidden_layers * text.hidden_size * width
         kept = engine.memory["activations"] / _KEPT[role.config.activation_checkpointing]
         workspace = engine.memory["logits workspace"]
         self.bytes_per_row = {mode: (kept * share + workspace) / _rows(role.config) for mode, share in _KEPT.items()}
@@ -307,10 +308,6 @@ class _Trained:
 
     def _with_moments(self, dtype: str, offloads: bool) -> EngineConfig:
         return _changed(self.config, {"optimizer.moment_dtype": dtype, "optimizer.cpu_offload": offloads})
-
-    @staticmethod
-    def _width(config: EngineConfig) -> int:
-        return getattr(torch, config.compute_dtype).itemsize
 
 
 def _rest(engine: EngineMemory) -> int:
