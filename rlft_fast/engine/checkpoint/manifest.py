@@ -7,22 +7,21 @@ checkpoint.
 import json
 import reprlib
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from rlft_fast.engine.fsdp import FSDPEngine
-from rlft_fast.errors import brief
 from rlft_fast.files import is_apple_double, write_text
+from rlft_fast.models import name_some
 
 FILE_NAME = "manifest.json"
 STATE_NAME = "state.json"
 VERSION = 1
 T = TypeVar("T", bound=BaseModel)
 _CHUNK_BYTES = 1 << 20
-_SHOWN, _SHOWN_CHARACTERS = 3, 200  # names in a message, and characters of each
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -211,13 +210,7 @@ def find_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
         "this model lacks {}": extra,
         "shapes differ: {}": shapes,
     }
-    differences = [text.format(_some(names)) for text, names in found.items() if names]
+    differences = [text.format(name_some(names)) for text, names in found.items() if names]
     if saved["architecture"] != own["architecture"]:
         differences.insert(0, f"it is of {saved['architecture']}, this is {own['architecture']}")
     return differences
-
-
-def _some(names: Iterable[str]) -> str:
-    names = [brief(name, _SHOWN_CHARACTERS) for name in names]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
