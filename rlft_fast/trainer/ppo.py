@@ -46,7 +46,7 @@ from rlft_fast.trainer.inputs import (
 )
 from rlft_fast.trainer.learn import Learner, asked_of_teacher, check_embeddings, with_teacher
 from rlft_fast.trainer.models import build_models, check_finite, notes_on, without_generator
-from rlft_fast.trainer.prompts import ImageError, Prompts, overlong_notes
+from rlft_fast.trainer.prompts import ImageError, Prompts, named_sets, overlong_notes
 from rlft_fast.world import World, init_distributed
 
 _SHOWN_EXAMPLES = 3
@@ -238,7 +238,7 @@ class PPOTrainer:
     def notes(self) -> Iterator[str]:
         """See `Trainer`."""
         yield from notes_on(self.models.engines, self.models.trained)
-        sets = {"data": self.prompts} | {f"held-out data {name}".strip(): x for name, x in self.held_out.items()}
+        sets = named_sets(self.prompts, self.held_out)
         yield from overlong_notes({name: prompts.overlong for name, prompts in sets.items()})
 
     def start(self, step: int) -> None:

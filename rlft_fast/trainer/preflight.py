@@ -34,7 +34,7 @@ from rlft_fast.trainer.inputs import (
     require_generator_apart,
 )
 from rlft_fast.trainer.learn import check_embeddings
-from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.prompts import Prompts, named_sets
 from rlft_fast.trainer.supervised import RowsData, check_row_lengths, check_row_tokens, rows_identity
 from rlft_fast.world import World
 
@@ -118,8 +118,7 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool | str = Fals
         return lines
     if resume and not force:
         checks.run(lambda: _require_same(config, identity_of(config, inputs.prompts, inputs.held_out)))
-    lines.append(f"data: {_described(inputs.prompts)}")
-    lines += [f"held-out data{f' {name}' * bool(name)}: {_described(x)}" for name, x in inputs.held_out.items()]
+    lines += [f"{name}: {_described(x)}" for name, x in named_sets(inputs.prompts, inputs.held_out).items()]
     reward = checks.run(lambda: _reward_of_first(inputs))
     return lines if reward is None else [*lines, f"reward: {reward}"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from rlft_fast.config import Config, RunConfig, TaughtConfig
 from rlft_fast.garbage import uncollected
 from rlft_fast.models import load_tokenizer
-from rlft_fast.trainer.prompts import LeftOut, Overlong, Prompts, load_data
+from rlft_fast.trainer.prompts import LeftOut, Overlong, Prompts, load_data, named_sets
 from rlft_fast.trainer.supervised import PairRows, RowsData, TaughtRows
 
 
@@ -72,8 +72,7 @@ def show_data(config: RunConfig, count: int) -> list[ShownSet]:
         return [_shown_rows(name, rows, tokenizer, count) for name, rows in data.named.items()]
     assert isinstance(config, Config)
     prompts, held_out = load_data(config, tokenizer)
-    sets = {"data": prompts} | {f"held-out data {name}".strip(): found for name, found in held_out.items()}
-    return [_shown_prompts(name, found, count) for name, found in sets.items()]
+    return [_shown_prompts(name, found, count) for name, found in named_sets(prompts, held_out).items()]
 
 
 def _shown_prompts(name: str, prompts: Prompts, count: int) -> ShownSet:

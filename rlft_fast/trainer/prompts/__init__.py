@@ -42,7 +42,7 @@ from rlft_fast.trainer.prompts.messages import (
     with_words,
     words_of,
 )
-from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
+from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, named_sets, overlong_notes, read_sets
 from rlft_fast.trainer.prompts.runs import load_data, load_held_out, load_training
 from rlft_fast.trainer.prompts.streaming import StreamError, stream_prompts
 from rlft_fast.trainer.prompts.tokens import Encoding, encode_rows, start_of_texts, with_start
@@ -83,6 +83,7 @@ __all__ = [
     "load_prompts",
     "load_training",
     "name_rows",
+    "named_sets",
     "only_placeholders",
     "overlong_notes",
     "read_data",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 
@@ -11,6 +11,8 @@ from rlft_fast.config import DataConfig, RowsConfig
 from rlft_fast.errors import brief
 from rlft_fast.templates import compile_template
 from rlft_fast.trainer.prompts.formats import Row, read_data
+
+T = TypeVar("T")
 
 
 class RowSet(NamedTuple):
@@ -102,11 +104,16 @@ class LeftOut(NamedTuple):
     why: str
 
 
+def named_sets(data: T, held_out: Mapping[str, T]) -> dict[str, T]:
+    """The data of a run and its held-out sets, by their names in messages."""
+    return {"data": data} | {f"held-out data {name}".strip(): found for name, found in held_out.items()}
+
+
 def overlong_notes(sets: Mapping[str, Overlong]) -> Iterator[str]:
     """Lines for the start of a run.
 
     Args:
-        sets: by what they are, such as "data".
+        sets: of `named_sets`.
     """
     yield from (f"{name}: {found}" for name, found in sets.items() if found)
 

@@ -11,7 +11,7 @@ from rlft_fast.errors import Checks
 from rlft_fast.garbage import uncollected
 from rlft_fast.models import image_family, load_tokenizer
 from rlft_fast.trainer.learn import check_teacher
-from rlft_fast.trainer.prompts import ImageReader, RowSet, Stream, read_sets
+from rlft_fast.trainer.prompts import ImageReader, RowSet, Stream, named_sets, read_sets
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
 from rlft_fast.trainer.supervised.rows import TaughtRows, load_rows
 
@@ -59,7 +59,7 @@ class RowsData:
     @property
     def named(self) -> dict[str, Rows]:
         """The rows by what they are, for messages."""
-        return {"data": self.rows} | {f"held-out data{f' {name}' * bool(name)}": x for name, x in self.held_out.items()}
+        return named_sets(self.rows, self.held_out)
 
     @property
     def descriptions(self) -> dict[str, Any]:
