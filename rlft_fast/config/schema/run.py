@@ -444,7 +444,7 @@ class Config(RunConfig):
 
     @rule
     def _longest_sequence_fits(self) -> Iterator[str]:
-        longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        longest = self.longest_taught
         engines = {
             "actor": self.actor, "critic": self.critic, "reference": self.reference, "teacher": self.teacher,
         }  # fmt: skip

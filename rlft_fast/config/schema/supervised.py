@@ -1,6 +1,7 @@
 """The configurations of runs that learn from rows of data, without sampling."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -221,10 +222,7 @@ class DPOConfig(PairConfig):
     @property
     def roles(self) -> dict[str, Role]:
         """The policy. Before its first step it infers the log-probabilities of the reference."""
-        role = Role(
-            path=self.model, config=self.actor, head=self.head, trains=True, phases=("infer", "update")
-        )  # fmt: skip
-        return {"actor": role}
+        return {"actor": replace(super().roles["actor"], phases=("infer", "update"))}
 
 
 class RewardModelConfig(PairConfig):
