@@ -35,7 +35,7 @@ def grpo_advantage(reward_B: Tensor, group_B: Tensor, *, scale_by_std: bool = Tr
         ValueError: Shapes differ, or a reward is NaN or infinite (it would spread to its whole group).
         TypeError: `reward_B` is not a floating-point tensor, or `group_B` not an integer one.
     """
-    groups = _Groups.of(reward_B, group_B)
+    groups = Groups.of(reward_B, group_B)
     centered_B = groups.centered(reward_B)
     if not scale_by_std:
         return centered_B.to(reward_B.dtype)
@@ -57,7 +57,7 @@ def rloo_advantage(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
     Arguments and errors as in `grpo_advantage`.
     """
-    groups = _Groups.of(reward_B, group_B)
+    groups = Groups.of(reward_B, group_B)
     factor_G = groups.size_G / (groups.size_G - 1).clamp(min=1)
     return (groups.centered(reward_B) * factor_G[groups.index_B]).to(reward_B.dtype)
 
@@ -79,7 +79,7 @@ def opo_advantage(reward_B: Tensor, group_B: Tensor, loss_mask_T: Tensor, cu_seq
         ValueError: As in `grpo_advantage`.
         TypeError: As in `grpo_advantage`, or `loss_mask_T` is not bool.
     """
-    groups = _Groups.of(reward_B, group_B)
+    groups = Groups.of(reward_B, group_B)
     return groups.centered(reward_B, response_lengths(loss_mask_T, cu_seqlens)).to(reward_B.dtype)
 
 
@@ -91,7 +91,7 @@ def gpg_advantage(reward_B: Tensor, group_B: Tensor) -> Tensor:
     policy gradient, `policy_loss: reinforce`. (Some trainers count rewards that are not 0 instead, which is not
     invariant to a constant added to all rewards.) Arguments and errors as in `grpo_advantage`.
     """
-    groups = _Groups.of(reward_B, group_B)
+    groups = Groups.of(reward_B, group_B)
     centered_B = groups.centered(reward_B)
     has_signal_B = (groups.sum(centered_B.abs()) > 0)[groups.index_B]
     factor = len(reward_B) / has_signal_B.sum().clamp(min=1)
@@ -110,14 +110,14 @@ def reinforce_plus_plus_baseline(reward_B: Tensor, group_B: Tensor, loss_mask_T:
     return whiten(segment_expand(centered_B, cu_seqlens, num_tokens=len(loss_mask_T)), loss_mask_T)
 
 
-class _Groups(NamedTuple):
-    """The groups of a batch, numbered 0 to G - 1."""
+class Groups(NamedTuple):
+    """Groups of sequences, or of tokens, numbered 0 to G - 1."""
 
     index_B: Tensor
     size_G: Tensor
 
     @classmethod
-    def of(cls, reward_B: Tensor, group_B: Tensor) -> "_Groups":
+    def of(cls, reward_B: Tensor, group_B: Tensor) -> "Groups":
         check_rewards(reward_B, group_B)
         unique_G, index_B = group_B.unique(return_inverse=True)
         return cls(index_B, torch.bincount(index_B, minlength=len(unique_G)).double())

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl._checks import check_shapes
+from rlft_fast.rl.advantages.groups import Groups
 from rlft_fast.rl.advantages.whitening import whiten
 from rlft_fast.rl.aggregation import response_lengths
 from rlft_fast.rl.methods import needs
@@ -201,17 +202,9 @@ def optimal_token_advantage(
     weight = (total - (total - squared_norm)[start_B[sequence]]).clamp(min=0.0)
     returns = discounted_returns(reward_T.double(), loss_mask_T, cu_seqlens)[position]
 
-    groups, group_index_B = group_B.unique(return_inverse=True)
+    _, group_index_B = group_B.unique(return_inverse=True)
     num_steps = int(length_B.max()) if len(position) else 0
     cell = group_index_B[sequence] * num_steps + step  # tokens with the same baseline
-
-    def cell_sum(values: Tensor) -> Tensor:
-        return values.new_zeros(len(groups) * num_steps).index_add_(0, cell, values)[cell]
-
-    # Relative to one return of the cell, equal returns are exactly 0 and so is their advantage.
-    lowest = returns.new_full((len(groups) * num_steps,), torch.inf).scatter_reduce_(0, cell, returns, "amin")[cell]
-    shifted, total_weight = returns - lowest, cell_sum(weight)
-    baseline = cell_sum(shifted * weight) / torch.where(total_weight > 0, total_weight, 1.0)
     advantage_T = torch.zeros_like(reward_T)
-    advantage_T[position] = (shifted - baseline).to(reward_T.dtype)
+    advantage_T[position] = Groups(cell, cell.bincount()).centered(returns, weight).to(reward_T.dtype)
     return advantage_T
