@@ -61,9 +61,7 @@ def two_sided(
     For max_ratio > 1 + clip_high that is `dual_clip`, by the name and default of its paper.
     """
     _check(max_ratio > 1.0 + clip_high, "max_ratio", max_ratio, "more than 1 + clip_high")
-    ratio_T = policy_ratio(logprob_T, old_logprob_T)
-    clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(ratio_T.clamp(max=max_ratio) * advantage_T, clipped_T * advantage_T)
+    return dual_clip(logprob_T, old_logprob_T, advantage_T, clip_low=clip_low, clip_high=clip_high, max_ratio=max_ratio)
 
 
 @needs(advantage=True)
