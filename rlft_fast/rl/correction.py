@@ -14,7 +14,7 @@ from torch import Tensor
 from rlft_fast.ops.packing import segment_expand, segment_sum
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import response_lengths
-from rlft_fast.rl.kl import MAX_LOG_RATIO
+from rlft_fast.rl.kl import MAX_LOG_RATIO, bounded_exp
 
 # Float64 copies of a chunk stay in the caches; copies of a whole rollout would be its largest tensors. NumPy works in
 # one thread, so sums do not depend on the number of threads. Torch's exp of a chunk waits for all threads of MKL, which
@@ -26,14 +26,14 @@ CorrectionFunction = Callable[..., Tensor]
 
 def token_truncate(log_ratio_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, high: float = 2.0) -> Tensor:
     """min(w, high) (truncated importance sampling, TIS)."""
-    return _exp(log_ratio_T).clamp(max=high)
+    return bounded_exp(log_ratio_T).clamp(max=high)
 
 
 def token_mask(
     log_ratio_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, low: float = 0.5, high: float = 5.0
 ) -> Tensor:
     """w where it is in [low, high], else 0 (IcePop)."""
-    ratio_T = _exp(log_ratio_T)
+    ratio_T = bounded_exp(log_ratio_T)
     return torch.where((ratio_T >= low) & (ratio_T <= high), ratio_T, 0.0)
 
 
@@ -45,13 +45,13 @@ def sequence_mask(
     The geometric mean, not the product, which leaves any bounds as sequences become longer.
     """
     mean_T = _sequence_sum(log_ratio_T, loss_mask_T, cu_seqlens, mean=True)
-    geometric_T = _exp(mean_T)
-    return torch.where((geometric_T >= low) & (geometric_T <= high), _exp(log_ratio_T), 0.0)
+    geometric_T = bounded_exp(mean_T)
+    return torch.where((geometric_T >= low) & (geometric_T <= high), bounded_exp(log_ratio_T), 0.0)
 
 
 def sequence_truncate(log_ratio_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, high: float = 2.0) -> Tensor:
     """min(product of w over the sequence, high), the same at each of its tokens."""
-    return _exp(_sequence_sum(log_ratio_T, loss_mask_T, cu_seqlens, mean=False)).clamp(max=high)
+    return bounded_exp(_sequence_sum(log_ratio_T, loss_mask_T, cu_seqlens, mean=False)).clamp(max=high)
 
 
 CORRECTIONS: dict[str, CorrectionFunction] = {
@@ -158,10 +158,6 @@ def mismatch_metrics(logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask_T: 
         "mismatch_k3": k3_sum / count,
         "effective_sample_share": weight_sum**2 / (count * square_sum),
     }
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
 
 
 def _sequence_sum(log_ratio_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, mean: bool) -> Tensor:

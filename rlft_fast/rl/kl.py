@@ -35,11 +35,11 @@ def kl_estimate(
     away. Negative x needs no clamp (eˣ → 0), so its gradient stays exact.
 
     Args:
-        logprob_T: (T,) log-probability under the policy that sampled the tokens.
+        logprob_T: (T,) log-probability under the policy.
         ref_logprob_T: (T,) log-probability under the reference.
         kind: one of `KLEstimator`.
         old_logprob_T: (T,) log-probability under the policy that sampled the tokens, read by "unbiased" alone; None:
-            it was the policy itself.
+            the policy itself has sampled them.
 
     Returns:
         (T,) estimate, differentiable in both log-probabilities.
@@ -69,9 +69,14 @@ def _k2(logprob_T: Tensor, ref_logprob_T: Tensor) -> Tensor:
     return 0.5 * (logprob_T - ref_logprob_T).square()
 
 
+def bounded_exp(log_ratio_T: Tensor) -> Tensor:
+    """The ratio of a log-ratio that is clamped at ±20."""
+    return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def policy_ratio(logprob_T: Tensor, old_logprob_T: Tensor) -> Tensor:
-    """π/π_old, exactly 1 where the two are the same number; the log-ratio is clamped at ±20."""
-    return (logprob_T - old_logprob_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    """π/π_old, exactly 1 where the two are the same number; see `bounded_exp`."""
+    return bounded_exp(logprob_T - old_logprob_T)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlft_fast.rl.kl import MAX_LOG_RATIO, policy_ratio
+from rlft_fast.rl.kl import MAX_LOG_RATIO, bounded_exp, policy_ratio
 from rlft_fast.rl.methods import needs
 from rlft_fast.rl.token_choice import clip_cov_tokens, kl_cov_tokens
 
@@ -81,7 +81,7 @@ def gspo(
     """
     mean_T = sequence_mean(logprob_T - old_logprob_T)
     log_ratio_T = mean_T + (logprob_T - logprob_T.detach())
-    return _clipped(log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), advantage_T, clip_low, clip_high)
+    return _clipped(bounded_exp(log_ratio_T), advantage_T, clip_low, clip_high)
 
 
 @needs(advantage=True)
