@@ -147,8 +147,7 @@ class PolicyLoss:
         a gradient (for a loss that declares its clipped tokens, `needs`, the share of these tokens), and its parts
         clip_share_low (A < 0) and clip_share_high (A > 0); approx_kl, the k3 estimate of KL(π_old ‖ π); entropy when
         given; ref_kl when `kl_coef` is not 0; of a teacher teacher_divergence, and teacher_kl, the k1 estimate of
-        KL(π ‖ π_teacher). Keys that end in "_max" (ratio_max; 0 without active tokens) are reduced
-        by max instead.
+        KL(π ‖ π_teacher). Keys that end in "_max" (ratio_max; 0 without active tokens) are reduced by max instead.
 
         Args:
             fields: As in `per_token`; entropy_T may always be there.
@@ -218,11 +217,11 @@ class PolicyLoss:
     def _policy_loss(self, tensors: Mapping[str, Tensor], sequence_mean: SequenceMean | None) -> Tensor:
         whole = {"sequence_mean": sequence_mean} if self.needs_sequences else {}
         arguments = {name: tensors[name] for name in self._tensors}
-        if self._is_built_in:
-            return self._function(**arguments, **whole, **self._options)
         try:
             return self._function(**arguments, **whole, **self._options)
         except Exception as error:
+            if self._is_built_in:
+                raise
             name = function_name(self._function)
             raise PolicyLossError(f"policy loss {name} raised {type(error).__name__}: {brief(error)}") from error
 
