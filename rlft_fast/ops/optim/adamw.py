@@ -17,11 +17,10 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from rlft_fast.ops.optim.checks import (
@@ -45,11 +44,11 @@ from rlft_fast.ops.optim.eight_bits import (
     coded_bytes,
     decoded,
     encode,
-    row_numbers_of,
     scale_like,
 )
 from rlft_fast.ops.optim.host import buckets, copies_of, to_host, write_back
-from rlft_fast.ops.optim.memory_order import in_order_of, is_dense
+from rlft_fast.ops.optim.memory_order import is_dense
+from rlft_fast.ops.optim.parts import STEPPED, Parts, parts_of
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -259,7 +258,7 @@ class FusedAdamW(torch.optim.Optimizer):
             state |= {key: to_host(tensor) for key, tensor in state.items() if _is_of_moments(key)}
         return state
 
-    def _with_moments_here(self, part: "_Parts") -> "_Parts":
+    def _with_moments_here(self, part: Parts) -> Parts:
         if not self.offload_moments and part.exp_avg_scale is None:
             return part
         return part._replace(**copies_of(part, part.parameter.device))
@@ -276,12 +275,12 @@ class FusedAdamW(torch.optim.Optimizer):
             self._seen[parameter] = _seen(state)
         return state
 
-    def _parts_by_dtype(self, group: dict[str, Any], copies: list[tuple[Tensor, Tensor]]) -> Iterator[list["_Parts"]]:
+    def _parts_by_dtype(self, group: dict[str, Any], copies: list[tuple[Tensor, Tensor]]) -> Iterator[list[Parts]]:
         """The parameters of a group that have gradients, in lists of one device, dtype and gradient's dtype.
 
         A copy steps for a parameter with gaps; both are added to `copies`.
         """
-        lists: dict[tuple, list[_Parts]] = {}
+        lists: dict[tuple, list[Parts]] = {}
         for index, parameter in enumerate(group["params"]):
             gradient = parameter.grad
             if gradient is not None:
@@ -291,7 +290,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     check_parameter(parameter)
                     copies.append((parameter, torch.empty_like(parameter).copy_(parameter)))
                     parameter = copies[-1][1]
-                parts = _parts(parameter, gradient, state)
+                parts = parts_of(parameter, gradient, state)
                 lists.setdefault((parameter.device, parameter.dtype, gradient.dtype), []).append(parts)
         yield from lists.values()
 
@@ -330,60 +329,8 @@ def _version(tensor: Tensor) -> int:
         return 0
 
 
-class _Parts(NamedTuple):
-    """This rank's tensors of one parameter, contiguous in one memory order; all but the gradient are views."""
-
-    parameter: Tensor
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    master: Tensor
-    """The parameter itself where it is float32 or float64."""
-    step: Tensor
-    exp_avg_scale: Tensor | None = None
-    """Scales of moments that are codes, as `exp_avg_sq_scale`."""
-    exp_avg_sq_scale: Tensor | None = None
-    row_numbers: Tensor | None = None
-    """Of codes, see `row_numbers_of`."""
-
-
-_STEPPED = _Parts._fields[:6]  # the kernel takes them
-
-
-def _parts(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> _Parts:
-    parts = _local_parts(parameter, gradient, state)
-    if all(getattr(parts, name).is_contiguous() for name in _STEPPED):
-        return parts
-    check_parameter(parameter)
-    _follow_layout(parameter, state)
-    parts = _local_parts(parameter, gradient, state)
-    tensors = {key: in_order_of(parts.parameter, getattr(parts, key)) for key in _STEPPED if key != "step"}
-    return parts._replace(**tensors)
-
-
-def _local_parts(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> _Parts:
-    master = state.get("master", parameter)
-    first, second = CODES if CODES[0] in state else MOMENTS
-    scale, scale_sq = map(state.get, SCALES)
-    parts = _Parts(parameter, gradient, state[first], state[second], master, state["step"], scale, scale_sq)
-    if not isinstance(parameter, DTensor):
-        return parts
-    own = {name: local_part(x) for name, x in parts._asdict().items() if x is not None}
-    return _Parts(**own, row_numbers=None if scale is None else row_numbers_of(parameter))
-
-
-def _follow_layout(parameter: Tensor, state: dict[str, Tensor]) -> None:
-    """Copies the state into the parameter's memory order.
-
-    The orders differ where the state was loaded, or was made before the parameter became channels-last.
-    """
-    for key, tensor in state.items():
-        if key != "step" and key not in SCALES and tensor.stride() != parameter.stride():
-            state[key] = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _step(group: dict[str, Any], parts: list[_Parts], coefficient: Tensor | None, found_inf: Tensor | None) -> None:
-    lists = map(list, zip(*(part[: len(_STEPPED)] for part in parts), strict=True))
+def _step(group: dict[str, Any], parts: list[Parts], coefficient: Tensor | None, found_inf: Tensor | None) -> None:
+    lists = map(list, zip(*(part[: len(STEPPED)] for part in parts), strict=True))
     parameters, gradients, exp_avgs, exp_avg_sqs, masters, steps = lists
     lr, beta1, beta2 = group["lr"], *group["betas"]
     # The kernel reads a learning rate on a GPU. A learning rate on the CPU is read here, without waiting for a device.

@@ -6,7 +6,6 @@ moments.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,27 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from rlft_fast.ops.optim.checks import local_part
 from rlft_fast.ops.optim.eight_bits import MOMENTS, SCALES, decoded, encode, seed_of
+from rlft_fast.ops.optim.parts import Parts
 
 BUCKET_BYTES = 256 * 2**20
 _ITEMSIZES = {torch.int8: 4, torch.uint8: 4}  # of decoded moments
-
-
-class _HasMoments(Protocol):
-    @property
-    def exp_avg(self) -> Tensor: ...
-    @property
-    def exp_avg_sq(self) -> Tensor: ...
-    @property
-    def exp_avg_scale(self) -> Tensor | None: ...
-    @property
-    def exp_avg_sq_scale(self) -> Tensor | None: ...
-    @property
-    def row_numbers(self) -> Tensor | None: ...
-    @property
-    def step(self) -> Tensor: ...
-
-
-T = TypeVar("T", bound=_HasMoments)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -49,9 +31,9 @@ def to_host(tensor: Tensor) -> Tensor:
     return pinned
 
 
-def buckets(parts: Sequence[T]) -> Iterator[list[T]]:
+def buckets(parts: Sequence[Parts]) -> Iterator[list[Parts]]:
     """Consecutive parameters whose moments have at most `BUCKET_BYTES` together; a larger parameter is alone."""
-    bucket: list[T] = []
+    bucket: list[Parts] = []
     size = 0
     for part in parts:
         own = sum(_ITEMSIZES.get(x.dtype, x.itemsize) * x.numel() for x in (part.exp_avg, part.exp_avg_sq))
@@ -63,7 +45,7 @@ def buckets(parts: Sequence[T]) -> Iterator[list[T]]:
     yield bucket
 
 
-def copies_of(part: T, device: torch.device) -> dict[str, Tensor]:
+def copies_of(part: Parts, device: torch.device) -> dict[str, Tensor]:
     """Copies of the moments on the device, decoded. Nothing waits for them but the device itself."""
     if part.exp_avg_scale is None:
         return {key: getattr(part, key).to(device, non_blocking=True, copy=True) for key in MOMENTS}
@@ -73,7 +55,7 @@ def copies_of(part: T, device: torch.device) -> dict[str, Tensor]:
     return {key: decoded(*pair) for key, pair in zip(MOMENTS, pairs, strict=True)}
 
 
-def write_back(part: T, moved: T, number: int, found_inf: Tensor | None) -> None:
+def write_back(part: Parts, moved: Parts, number: int, found_inf: Tensor | None) -> None:
     """Writes the moments back, and waits until they are in the CPU's memory, which the host may read at any time.
 
     Args:
