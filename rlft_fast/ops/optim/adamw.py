@@ -150,6 +150,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 if not (self.offload_moments and _is_of_moments(key)):
                     state[key] = tensor.to(device)
 
+    @torch.compiler.disable  # Dynamo would take the state of one parameter for that of another
     @torch.no_grad()
     def step(  # pyrefly: ignore [bad-override]
         self,

@@ -245,6 +245,16 @@ def test_learning_rate_may_be_a_tensor(device):
     assert torch.equal(numbers[0], on_cpu[0])
 
 
+def test_a_compiled_step_has_the_bits_of_a_step():
+    """Dynamo took the state of the first of several parameters of one shape for that of the others."""
+    initial = random_tensors([(4, 3)] * 3)
+    plain, compiled = (FusedAdamW(as_parameters(initial), **OPTIONS) for _ in range(2))
+    compiled.step = torch.compile(compiled.step, backend="eager")
+    for optimizer in (plain, compiled):
+        take_steps(optimizer, 3)
+    assert_same_bits(bits(compiled), bits(plain))
+
+
 def test_closure():
     parameter = nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = FusedAdamW([parameter], lr=0.1, weight_decay=0.0)
