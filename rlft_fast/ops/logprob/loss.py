@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,8 @@ def hold(loss_fn: LossFunction) -> int:
                 "torch.compile takes a loss_fn that is made outside of the compiled code: define the function before, "
                 "and hand numbers that change as per_token tensors"
             )
+        if not isinstance(loss_fn, FunctionType):
+            id(loss_fn)  # Dynamo guards on it: a copy of an object has the attribute of the object
         # Dynamo guards on the attribute: another function, or the same code with another closure, compiles again.
         return loss_fn.rlft_fast_handle  # type: ignore[attr-defined]
     handle = next(_handles)
@@ -77,7 +79,8 @@ def release(handle: int) -> None:
 
 @torch.compiler.assume_constant_result
 def _label(loss_fn: LossFunction) -> None:
-    if not hasattr(loss_fn, "rlft_fast_handle"):
+    # A copy has the label of the original, and so has a function that functools.wraps has made like another one.
+    if loss_functions.get(getattr(loss_fn, "rlft_fast_handle", -1)) is not loss_fn:
         loss_fn.rlft_fast_handle = next(_handles)  # type: ignore[attr-defined]
         loss_functions[loss_fn.rlft_fast_handle] = loss_fn  # type: ignore[attr-defined]
 

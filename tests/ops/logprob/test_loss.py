@@ -1,6 +1,8 @@
 """linear_logprob_loss beside its float64 definition, its scratch memory, and its treatment of loss functions."""
 
 import contextlib
+import copy
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -135,6 +137,36 @@ def test_another_loss_function_compiles_again(make):
         for _ in range(2):  # an eager call in between does not disturb the graph
             torch.testing.assert_close(step(hidden, loss_fn), expected)
             linear_logprob_loss(hidden, weight, target, loss_fn)
+
+
+def wrapped(loss_fn):
+    @functools.wraps(loss_fn)
+    def loss(logprob: Tensor, entropy) -> Tensor:
+        return 3 * loss_fn(logprob, entropy)
+
+    return loss
+
+
+def reweighted(loss_fn):
+    other = copy.copy(loss_fn)
+    other.weight = 3.0
+    return other
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "change"), [(weighted(2.0), wrapped), pytest.param(Weighted(2.0), reweighted, marks=takes_objects)]
+)
+def test_a_copy_is_another_loss_function(loss_fn, change):
+    """It has the attributes of the original, and with them the label by which a graph knows a function."""
+    hidden, weight, target, _ = make_inputs(20, 8, 50)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(h: Tensor, loss_fn) -> Tensor:
+        return linear_logprob_loss(h, weight, target, loss_fn).loss
+
+    step(hidden, loss_fn)
+    for each in (changed := change(loss_fn), loss_fn, changed):
+        torch.testing.assert_close(step(hidden, each), linear_logprob_loss(hidden, weight, target, each).loss)
 
 
 @pytest.mark.parametrize("loss_fn", [partial(weighted(2.0), factor=2.0), Weighted(2.0).__call__])
