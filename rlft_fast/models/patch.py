@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
@@ -34,6 +33,7 @@ _KEYWORDS = (
     "per_token",
 )  # fmt: skip
 _FLOATS = ("temperature", "per_token")
+_NARROW = (torch.bfloat16, torch.float16)
 _MAX_UNASKED = 8  # forwards in training; a trainer may begin with a few that want logits
 
 _LIGER = "apply Liger with fused_linear_cross_entropy=False"
@@ -61,6 +61,16 @@ class LogprobOutput(ModelOutput):
     sum_prob_squared: Tensor | None = None
     top1: Tensor | None = None
     mean_logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # FSDP2 makes a new output of those that it rounds, also behind the forward of a wrapper.
+        if self.logprob is not None and self.logprob.dtype in _NARROW:
+            warnings.warn(
+                f"log-probabilities of a patched model were rounded to {self.logprob.dtype} by FSDP2. The ratios of an "
+                "unchanged policy are then not 1: use MixedPrecisionPolicy(output_dtype=torch.float32)",
+                stacklevel=1,  # told once, wherever it is rounded
+            )
 
 
 def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -> PreTrainedModel:
@@ -275,13 +285,17 @@ class _Unrounded:
 
 
 def _warn_of_rounded(model: PreTrainedModel, temperature: Any, per_token: Any) -> None:
-    """Warns of values that FSDP2 has found in the forward of a wrapper around the model, such as PEFT's."""
+    """Warns of narrow values: FSDP2 rounds those that a wrapper around the model gets, such as PEFT's.
+
+    The model cannot tell whether a wrapper is sharded: no module of the model is, where the wrapper is the only unit.
+    """
     values = [temperature, *(per_token if isinstance(per_token, (list, tuple)) else ())]
-    narrow = [x.dtype for x in values if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)]
-    if narrow and any(isinstance(module, FSDPModule) for module in model.modules()):
+    narrow = [x.dtype for x in values if isinstance(x, Tensor) and x.dtype in _NARROW]
+    if narrow and not torch.compiler.is_compiling():  # a warning would break the graph
         warnings.warn(
-            f"temperature or per_token of {type(model).__name__} came in {narrow[0]}, to which FSDP2 rounds what a "
-            "wrapper around the model gets: use MixedPrecisionPolicy(cast_forward_inputs=False)",
+            f"temperature or per_token of {type(model).__name__} came in {narrow[0]}, which has three digits of an old "
+            "log-probability: pass float32. FSDP2 rounds what a wrapper around the model gets, unless it has "
+            "MixedPrecisionPolicy(cast_forward_inputs=False)",
             stacklevel=2,
         )
 
@@ -388,13 +402,6 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
                 f"{_full_name(self.forward)} replaced the forward of {model_class.__name__} after patch_lm_head, and "
                 f"returned a {type(result).__name__} for logprob_targets, expected log-probabilities: "
                 + (_LIGER if _is_ligers(self.forward) else "leave the replacement out")
-            )
-        dtype = cast(Tensor, result.logprob).dtype if isinstance(result, LogprobOutput) else torch.float32
-        if dtype != torch.float32:
-            warnings.warn(
-                f"log-probabilities of {model_class.__name__} were rounded to {dtype} by FSDP2. The "
-                "ratios of an unchanged policy are then not 1: use MixedPrecisionPolicy(output_dtype=torch.float32)",
-                stacklevel=2,
             )
         return result
 

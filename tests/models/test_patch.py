@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -393,13 +394,14 @@ def check_sharded(rank: int, mesh: DeviceMesh, name: str, shard: Callable[[PreTr
 def check_rounded_outputs(mesh: DeviceMesh) -> None:
     """As accelerate shards under mixed precision."""
     inputs = batch()
-    for output_dtype in (torch.bfloat16, torch.float32):
-        model = patch_lm_head(build("nothing"))
+    for adapts, output_dtype in product((False, True), (torch.bfloat16, torch.float32)):
+        patched = patch_lm_head(build("nothing"))
+        model = get_peft_model(patched, LoraConfig("CAUSAL_LM", r=2)) if adapts else patched
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=output_dtype)
-        for unit in ([model.model.norm, model.lm_head], model):
+        for unit in (model,) if adapts else ([patched.model.norm, patched.lm_head], model):
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("default")  # once
             result = model(**inputs, logprob_targets=next_tokens(**inputs))
         assert result.logprob.dtype == output_dtype
         rounded = [str(warning.message) for warning in caught if "were rounded to" in str(warning.message)]
@@ -414,9 +416,10 @@ def check_unrounded_inputs(mesh: DeviceMesh) -> None:
     targets = next_tokens(**inputs)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     old = torch.linspace(-5, -4, targets.numel()).view_as(targets)
-    for root in (lambda model: model, lambda model: get_peft_model(model, LoraConfig("CAUSAL_LM", r=2))):
-        model = root(patched := patch_lm_head(build("nothing")))
-        for unit in (*patched.model.layers, model):
+    for adapts, has_blocks in ((False, True), (True, True), (True, False)):
+        patched = patch_lm_head(build("nothing"))
+        model = get_peft_model(patched, LoraConfig("CAUSAL_LM", r=2)) if adapts else patched
+        for unit in (*patched.model.layers, model) if has_blocks else (model,):
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -425,7 +428,7 @@ def check_unrounded_inputs(mesh: DeviceMesh) -> None:
                 per_token=(old,), loss_fn=lambda logprob, _, x: x + 0 * logprob,
             )  # fmt: skip
         told = [str(warning.message) for warning in caught if "cast_forward_inputs=False" in str(warning.message)]
-        if isinstance(model, PeftModel):
+        if adapts:
             assert len(told) == 1
             continue
         assert told == []
@@ -457,6 +460,14 @@ def test_sharded():
 
 
 # ---- undoing, and changes after the patch ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nobody_is_told_of_what_was_not_rounded(dtype):
+    model, inputs = patch_lm_head(build("nothing").to(dtype)), batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model(**inputs, logprob_targets=next_tokens(**inputs)).logprob.dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["nothing", "tied", "bias"])
