@@ -264,11 +264,17 @@ class _PatchedHead(LogprobHead, nn.Linear):  # type: ignore[inconsistent-inherit
         return hidden.new_zeros(*hidden.shape[:-1], 1)  # the model makes logits of them, which nobody reads
 
     def forward(self, hidden: Tensor, target: Tensor | None = None, **options: Any) -> Any:  # type: ignore[bad-override]
+        if self.asked is None:
+            return super().forward(hidden, target, **options)
         # The targets are no keywords of the call, because FSDP2 would cast float32 tensors among them to its
-        # param_dtype.
-        return (
-            super().forward(hidden, target, **options) if self.asked is None else super().forward(hidden, **self.asked)
-        )
+        # param_dtype. The head may be on another device than the model's inputs (`device_map`).
+        return super().forward(hidden, **{name: _moved(x, hidden.device) for name, x in self.asked.items()})
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    if isinstance(values, (list, tuple)):
+        return tuple(_moved(x, device) for x in values)
+    return values.to(device) if isinstance(values, Tensor) else values
 
 
 class _Unrounded:
@@ -276,12 +282,6 @@ class _Unrounded:
 
     def __init__(self, values: Any) -> None:
         self.values = values
-
-    def on(self, device: torch.device) -> Any:
-        """The values where FSDP2 has moved all other tensors."""
-        if isinstance(self.values, (list, tuple)):
-            return tuple(x.to(device) if isinstance(x, Tensor) else x for x in self.values)
-        return self.values.to(device) if isinstance(self.values, Tensor) else self.values
 
 
 def _warn_of_rounded(model: PreTrainedModel, temperature: Any, per_token: Any) -> None:
@@ -368,7 +368,7 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     ) -> Any | LogprobOutput:
         if logprob_targets is not None:
             values: Any = (temperature, per_token)
-            temperature, per_token = (x.on(logprob_targets.device) if isinstance(x, _Unrounded) else x for x in values)
+            temperature, per_token = (x.values if isinstance(x, _Unrounded) else x for x in values)
             _warn_of_rounded(self, temperature, per_token)
         options = {
             "temperature": temperature, "return_entropy": return_entropy, "loss_fn": loss_fn, "per_token": per_token,

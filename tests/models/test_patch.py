@@ -470,6 +470,22 @@ def test_nobody_is_told_of_what_was_not_rounded(dtype):
         assert model(**inputs, logprob_targets=next_tokens(**inputs)).logprob.dtype == dtype
 
 
+def test_a_head_on_another_device(monkeypatch):
+    """As a model that `device_map` splits over GPUs has it. Results are where the head is."""
+    model, inputs = patch_lm_head(build("nothing")), batch()
+    targets = next_tokens(**inputs)
+    model.lm_head.to("meta")
+    model.model.norm.register_forward_hook(lambda _, arguments, hidden: hidden.to("meta"))
+    monkeypatch.setattr("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True)  # of the active rows
+    result = model(
+        **inputs, logprob_targets=targets, temperature=torch.full(targets.shape, 0.7),
+        per_token=(torch.ones(targets.shape),), loss_fn=lambda logprob, _, x: x * logprob,
+    )  # fmt: skip
+    assert result.loss.is_meta
+    assert result.logprob.is_meta
+    assert result.logprob.shape == targets.shape
+
+
 @pytest.mark.parametrize("name", ["nothing", "tied", "bias"])
 def test_unpatch(name):
     model, inputs = build(name), batch()
