@@ -267,13 +267,13 @@ class FusedAdamW(torch.optim.Optimizer):
     def _checked_state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state, which is checked unless it is what the last step left."""
         seen = self._seen.get(parameter)
-        if seen is not None and _is_seen(seen, state := self.state[parameter]):
+        if seen is not None and _is_seen(seen, parameter, state := self.state[parameter]):
             return state
         state = self._state_of(parameter)
         dtypes = state_dtypes(parameter, self.moment_dtype)
         check_state(parameter, state, dtypes, offloads_moments=self.offload_moments)
         if MOMENTS[0] in state:
-            self._seen[parameter] = _seen(state)
+            self._seen[parameter] = _seen(parameter, state)
         return state
 
     def _parts_by_dtype(self, group: dict[str, Any], copies: list[tuple[Tensor, Tensor]]) -> Iterator[list[Parts]]:
@@ -300,18 +300,21 @@ def _is_of_moments(key: str) -> bool:
     return key not in ("step", "master")
 
 
-_Seen = tuple[int, weakref.ref, weakref.ref, weakref.ref, weakref.ref]
+_Seen = tuple[int, torch.dtype, weakref.ref, weakref.ref, weakref.ref, weakref.ref]
 
 
-def _seen(state: dict[str, Tensor]) -> _Seen:
-    """What tells a checked state from another: its tensors, which are not kept alive, and its step count's version."""
+def _seen(parameter: Tensor, state: dict[str, Tensor]) -> _Seen:
+    """What tells a checked state from another: its tensors, which are not kept alive, and its step count's version.
+
+    A parameter that was cast since needs another state, with a master or without.
+    """
     step, exp_avg, exp_avg_sq = state["step"], state["exp_avg"], state["exp_avg_sq"]
     refs = map(weakref.ref, (step, exp_avg, exp_avg_sq, state.get("master", step)))
-    return (_version(step), *refs)  # type: ignore[return-value]
+    return (_version(step), parameter.dtype, *refs)  # type: ignore[return-value]
 
 
-def _is_seen(seen: _Seen, state: dict[str, Any]) -> bool:
-    version, step, exp_avg, exp_avg_sq, master = seen  # a microsecond counts: models have thousands of parameters
+def _is_seen(seen: _Seen, parameter: Tensor, state: dict[str, Any]) -> bool:
+    version, dtype, step, exp_avg, exp_avg_sq, master = seen  # a microsecond counts: there are thousands
     found: Any = state.get("step")
     return (
         step() is found is not None
@@ -319,6 +322,7 @@ def _is_seen(seen: _Seen, state: dict[str, Any]) -> bool:
         and exp_avg_sq() is state.get("exp_avg_sq")
         and master() is state.get("master", found)
         and version == _version(found)
+        and dtype == parameter.dtype
     )
 
 

@@ -363,6 +363,20 @@ def test_a_step_count_that_is_changed_in_place_is_checked_again():
     assert torch.equal(first, before)
 
 
+def test_a_parameter_that_is_cast_between_steps_gets_its_master():
+    """As `model.bfloat16()` casts it."""
+    (parameter,) = as_parameters([torch.ones(3, 4)])
+    optimizer = FusedAdamW([parameter], lr=0.1)
+    take_steps(optimizer, 1)
+    parameter.grad, parameter.data = None, parameter.data.bfloat16()
+    loaded = FusedAdamW(as_parameters([parameter.detach()]), lr=0.1)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in (optimizer, loaded):
+        take_steps(each, 2, first=2)
+    assert_same_bits(bits(optimizer), bits(loaded))
+    assert optimizer.state[parameter]["master"].dtype == torch.float32
+
+
 def test_checked_state_is_not_kept_alive():
     """An engine that moves the state elsewhere needs its memory back."""
     optimizer = two_groups()
