@@ -179,7 +179,7 @@ def _measured_speedup(multiply: Callable[[Tensor, Tensor, Tensor], Any], dtype: 
         multiply: writes ``a @ b`` into ``out``, which is compared with an exact GEMM of float32.
         dtype: of its tensors.
     """
-    exact = [torch.ones(size) for size in ((128, 576), (576, 576), (128, 576))]
+    exact = [torch.ones(size, dtype=torch.float32) for size in ((128, 576), (576, 576), (128, 576))]
     other = [matrix.to(dtype) for matrix in exact]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -148,7 +148,7 @@ class Problem:
         """The tokens at these positions, in the dtype that GEMMs multiply in."""
         hidden, target = self.hidden_TD, self.target_T
         are_all = index.shape[0] == hidden.shape[0]
-        if are_all and not index.is_cuda and torch.equal(index, torch.arange(index.shape[0])):
+        if are_all and not index.is_cuda and torch.equal(index, torch.arange(index.shape[0], device="cpu")):
             return Rows(
                 operand(hidden, self.dtype).contiguous(), target.contiguous(), self.inv_temperature, self.threshold_T
             )

@@ -156,7 +156,7 @@ def global_norm(gradients: list[Gradient], norm_type: float) -> Tensor:
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, expected a positive number or inf.")
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     norm = _norm(gradients, norm_type)
     if all(gradient.dtype != torch.float64 for gradient in gradients):
         return norm.float()

@@ -284,18 +284,28 @@ def test_a_thread_that_asks_for_all_bits_has_them():
 
 @pytest.mark.parametrize("measure", [bfloat16_speedup, rounding_speedup, *[kernel_speedup] * library.has_rounded_gemm])
 def test_the_measurement_runs_beside_the_calling_thread(measure, monkeypatch):
-    """Neither autocast nor a mode of the caller changes it, and it leaves threads and flags as they are."""
-    found, measured = [], precision._measured_speedup
+    """Neither autocast nor a mode or a default of the caller changes it, and it leaves threads and flags alone."""
+    found, dtypes, measured, seconds = [], [], precision._measured_speedup, precision._seconds
 
     def watched(*args) -> float:
         found.append((torch.ones(1).device.type, torch.is_autocast_enabled("cpu")))
         return measured(*args)
 
+    def timed(multiply, a: Tensor, b: Tensor, out: Tensor) -> float:
+        dtypes.append(a.dtype)
+        return seconds(multiply, a, b, out)
+
     monkeypatch.setattr(precision, "_measured_speedup", watched)
+    monkeypatch.setattr(precision, "_seconds", timed)
     before, num_threads = readings(), torch.get_num_threads()
     measure.cache_clear()
-    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        speedup = measure()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            speedup = measure()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {*dtypes[::2]} == {torch.float32}
     assert (readings(), torch.get_num_threads()) == (before, num_threads)
     assert found == [("cpu", False)]
     assert speedup > 0
