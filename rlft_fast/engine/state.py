@@ -112,6 +112,11 @@ class EngineState:
 
     def _check_settings(self) -> None:
         """What all ranks can find wrong before there is a model."""
+        if (default := torch.get_default_device()).type != "cpu":
+            raise ValueError(
+                f"torch's default device is {default}, expected cpu: the engine plans in CPU memory, and moves what "
+                "runs to its own device; call torch.set_default_device(None)"
+            )
         require_same_model(self.path, self.config, self.head, self.num_training_steps, self.world)
         self.world.together(lambda: require_float8(self.config, self.device), ValueError)
         require_graphs(self.config, self.world)

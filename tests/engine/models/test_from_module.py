@@ -252,6 +252,13 @@ def test_settings_that_a_module_cannot_have(options, kind, message):
         FSDPEngine.from_module(Denoiser(), config(**options), num_training_steps=1)
 
 
+def test_another_default_device_is_refused():
+    """It would be that of the plans, which the engine makes on the CPU."""
+    module, _, _ = made()
+    with torch.device("meta"), pytest.raises(ValueError, match="default device is meta, expected cpu"):
+        FSDPEngine.from_module(module, config(), num_training_steps=1)
+
+
 def test_memory_is_reported_by_part(capsys):
     """Three copies of the weights: AdamW's moments, and the gradients until the step."""
     module, noisy, noise = made()
