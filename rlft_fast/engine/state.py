@@ -163,7 +163,8 @@ class EngineState:
         Optimizer, schedule, clipping, checkpoints, offloading and activation checkpointing are those of every engine.
 
         Args:
-            module: with the same weights on all ranks, in ``config.param_dtype``. Its mode (train or eval) stays.
+            module: with the same weights on all ranks, in ``config.param_dtype``. Its mode (train or eval) stays. It
+                computes in ``config.compute_dtype``, in which the caller gives it floats: they are not cast.
             config: as for every engine, without ``lora``, ``init_from`` and ``sequence_parallel``.
             num_training_steps: optimizer steps of the whole run, for the schedule; None: the module is frozen.
             world: the processes that share the module; None: `World.current()`.
