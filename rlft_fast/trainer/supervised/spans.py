@@ -302,9 +302,15 @@ def _end_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def _num_equal(text: str, other: str) -> int:
-    """Characters that both texts begin with."""
-    length = min(len(text), len(other))
-    return next((i for i in range(length) if text[i] != other[i]), length)
+    """Characters that both texts begin with. Halves are compared at once: each answer asks for a whole conversation."""
+    equal, most = 0, min(len(text), len(other))
+    while equal < most:
+        middle = (equal + most + 1) // 2
+        if text[equal:middle] == other[equal:middle]:
+            equal = middle
+        else:
+            most = middle - 1
+    return equal
 
 
 def cut_text(text: str, spans: Sequence[Span], *, joins: bool) -> "Written[tuple[list[int], bytes]]":
