@@ -293,6 +293,7 @@ class Reader:
         messages = only_placeholders(messages)
         if not any(message["role"] == "assistant" for message in messages[first:]):
             raise ValueError("the assistant says nothing")
+        are_taught = [_is_taught(message) for message in messages[first:] if message["role"] == "assistant"]
         tools = tools_of(row)
         if tools and not reads(self.tokenizer, "tools", tools):
             conversation, first = self._as_in_episodes(row, tools, messages, first)
@@ -300,6 +301,7 @@ class Reader:
             conversation = conversation_of(messages, row, self.config, self.tokenizer, self.limits)
             first += len(conversation.messages) - len(messages)  # the system prompt
         text, spans = self.spans.find(conversation, first)
+        spans = _chosen(spans, are_taught)
         conversation.require_shown(text, self.tokenizer, self.limits)
         _require_thought(messages[-1], text)
         self._require_short(text)
@@ -406,6 +408,27 @@ def num_asked(prompt: Any, answer: Any) -> int:
         f"its prompt {brief(repr(prompt), 80)} is not in the conversation that answers it: give the answer alone, or "
         "leave the prompt out, for which data.prompt_column may name a column that no row has"
     )
+
+
+def _is_taught(message: Message) -> bool:
+    """Whether a message of the assistant's is taught: one with the weight 0 is not, as in OpenAI's files."""
+    if (weight := message.get("weight", 1)) not in (0, 1):
+        raise ValueError(f"a message has the weight {brief(repr(weight), 80)}, expected 0, which is not taught, or 1")
+    return bool(weight)
+
+
+def _chosen(spans: list[Span], are_taught: Sequence[bool]) -> list[Span]:
+    """The spans of those messages of the assistant's that are taught."""
+    if all(are_taught):
+        return spans
+    if not any(are_taught):
+        raise ValueError("all messages of the assistant's have the weight 0: leave the row out")
+    if len(spans) != len(are_taught):
+        raise ValueError(
+            f"a message has the weight 0, but the chat template marks {len(spans)} texts of {len(are_taught)} messages "
+            "with {% generation %}: mark one for each message, or leave the weight out"
+        )
+    return [span for span, is_taught in zip(spans, are_taught, strict=True) if is_taught]
 
 
 def _require_thought(last: Message, text: str) -> None:

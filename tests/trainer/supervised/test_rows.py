@@ -60,6 +60,23 @@ def test_every_form_of_a_row(tokenizer, tmp_path):
     assert found[4:] == [("ab<eos>", "ab<eos>")] * 2
 
 
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_messages_of_weight_0_are_read_and_not_taught(is_marked, tokenizer, tmp_path):
+    """As in OpenAI's files, whose messages have the weight 0 or 1; also where a system prompt moves the messages."""
+    tokenizer, words = copy.deepcopy(tokenizer), "{{ message.content }}<eos>"
+    marked = f"{{% if message.role == 'assistant' %}}{{% generation %}}{words}{{% endgeneration %}}{{% else %}}{words}"
+    if is_marked:
+        tokenizer.chat_template = tokenizer.chat_template.replace(words, marked + "{% endif %}")
+    plain = say("a?", "b", "c?", "d", "e?", "f")
+    weights = {1: {"weight": 0}, 3: {"weight": 1}, 5: {"weight": 0}}
+    talk = [message | weights.get(i, {}) for i, message in enumerate(plain)]
+    given = [{"messages": talk}, {"messages": plain}, {"prompt": talk[:3], "completion": talk[3:]}]
+    rows = load(tokenizer, tmp_path, given, system_prompt="S", max_sequence_tokens=256)
+    (text, some), (same, every), (again, own) = (shown(tokenizer, rows, i) for i in range(3))
+    assert text == same == again
+    assert (some, every, own) == ("d<eos>", "b<eos>d<eos>f<eos>", "d<eos>")
+
+
 def test_arguments_of_calls_in_json_text_are_taught_as_mappings(tokenizer, tmp_path):
     tokenizer = copy.deepcopy(tokenizer)
     calls = "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
@@ -142,6 +159,8 @@ def test_a_batch_asks_for_the_taught_tokens(tokenizer, tmp_path):
         ({"messages": []}, "the assistant says nothing"),
         ({"messages": "hello"}, "messages must have a role and content, got 'hello'"),
         ({"messages": say("a?")}, "the assistant says nothing"),
+        ({"messages": [x | {"weight": 0} for x in say("a?", "b")]}, "all messages of the assistant's have the wei"),
+        ({"messages": [x | {"weight": 0.5} for x in say("a?", "b")]}, "a message has the weight 0.5, expected 0, wh"),
         ({"messages": [{"role": "user", "content": None}]}, "message 0 has the content null"),
         (
             {"prompt": "a"},
