@@ -1,6 +1,7 @@
 """A reward server: each sample is one HTTP request, so a failure costs its own sample."""
 
 import asyncio
+import contextlib
 import json
 import os
 import warnings
@@ -13,6 +14,8 @@ from rlft_fast.rewards.scoring import FAILED, Text, is_reward
 
 _MOST_CONNECTIONS = 256
 _LONGEST_ANSWER = 1 << 20  # bytes
+_LONGEST_ERROR = 1 << 16  # bytes that are read of it
+_SHOWN = 200  # characters of an error in a message
 _FIRST_PAUSE_S = 0.2  # before the first retry; each further pause is twice as long
 _LONGEST_PAUSE_S = 30.0  # 100 retries would otherwise take longer than any run
 _NAMES = ("rewards", "reward", "scores", "score")
@@ -130,16 +133,39 @@ class ServerReward:
     async def _ask(self, session: Any, body: str) -> bytes:
         headers = {"Content-Type": "application/json"}
         async with session.post(self.url, data=body, headers=headers, allow_redirects=False) as response:
-            if response.status == 429 or response.status >= 500:
-                raise _TransientError(f"it answers with status {response.status}")
             if response.status != 200:
-                raise ValueError(f"it answers with status {response.status}")
-            content = b""
-            async for chunk in response.content.iter_any():
-                content += chunk
-                if len(content) > _LONGEST_ANSWER:
-                    raise ValueError(f"its answer has more than {_LONGEST_ANSWER} bytes")
-            return content
+                content = bytearray()
+                with contextlib.suppress(TimeoutError, self._http.ClientError):  # the status is known
+                    await _read_into(content, response, _LONGEST_ERROR)
+                is_transient = response.status == 429 or response.status >= 500
+                kind = _TransientError if is_transient else ValueError
+                raise kind(f"it answers with status {response.status}{_reason(bytes(content))}")
+            content = bytearray()
+            await _read_into(content, response, _LONGEST_ANSWER)
+            if len(content) > _LONGEST_ANSWER:
+                raise ValueError(f"its answer has more than {_LONGEST_ANSWER} bytes")
+            return bytes(content)
+
+
+async def _read_into(content: bytearray, response: Any, most: int) -> None:
+    """Reads an answer, or at least `most` + 1 bytes of it."""
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > most:
+            return
+
+
+def _reason(content: bytes) -> str:
+    """What a server says of an error: the ``error.message`` of OpenAI's and its like, or how its answer begins."""
+    text = content.decode(errors="replace")
+    try:
+        found = json.loads(text)
+        error = found.get("error", found)
+        said = error if isinstance(error, str) else error["message"]
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        said = None
+    said = said if isinstance(said, str) else text
+    return f": {brief(repr(said), _SHOWN)}" if said.strip() else ""
 
 
 def _body(prompt: Text, completion: Text, columns: Mapping[str, Any]) -> str:

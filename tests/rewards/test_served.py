@@ -29,9 +29,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif order == "once":
             answer = "3"
         elif order.startswith("status "):
-            status = int(order.removeprefix("status "))
-        self.send_response(status)
-        if status == 302:
+            status, _, answer = order.removeprefix("status ").partition(" ")
+        self.send_response(int(status))
+        if int(status) == 302:
             self.send_header("Location", "/other")
         with contextlib.suppress(ConnectionError):  # who asked has heard enough, or waits no longer
             self.end_headers()
@@ -92,8 +92,13 @@ def test_every_form_of_an_answer(server):
         ("answer [1, 2]", r"its answer is no reward: b'\[1, 2\]'"),
         ("answer " + "[" * 99_999, "its answer is not JSON"),
         ("answer " + " " * 2_000_000, "its answer has more than 1048576 bytes"),
-        ("status 404", "it answers with status 404"),
-        ("status 302", "it answers with status 302"),
+        ("status 404", "it answers with status 404$"),
+        ("status 302", "it answers with status 302$"),
+        ('status 400 {"error": {"message": "no model m", "code": 400}}', "it answers with status 400: 'no model m'$"),
+        ('status 404 {"object": "error", "message": "no model m"}', "it answers with status 404: 'no model m'$"),
+        ('status 422 {"detail": "x"}', r"""it answers with status 422: '{"detail": "x"}'$"""),
+        ("status 400 no\n\x1b[31m", r"it answers with status 400: 'no\\n\\x1b\[31m'$"),
+        ("status 403 " + "<p>" * 99_999, "it answers with status 403: '[<p> .]{200,210}'$"),
     ],
 )
 def test_answers_that_are_no_reward(order, reason, server):
