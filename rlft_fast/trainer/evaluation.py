@@ -38,7 +38,7 @@ def evaluate_sets(
 ) -> tuple[dict[str, float], dict[str, Samples]]:
     """Answers the held-out sets, and scores the answers. All ranks must call it together.
 
-    Answers that are not greedy have the same seeds in each evaluation.
+    Answers that are not greedy have the same seeds in each evaluation, whatever other sets there are.
 
     Args:
         config: of the run.
@@ -61,8 +61,8 @@ def evaluate_sets(
         stop=config.rollout.stop, structured=config.rollout.structured,
     )  # fmt: skip
     samples: dict[str, Samples] = {}
-    for i, (name, prompts) in enumerate(held_out.items()):
-        seeds = sample_seeds(config.seed, _STEP_OF_SEEDS + i, own_rows(judge.world, prompts), params.n)
+    for name, prompts in held_out.items():
+        seeds = sample_seeds(config.seed, _STEP_OF_SEEDS, own_rows(judge.world, prompts), params.n)
         samples[name] = judge.score(prompts, answer(prompts, params, seeds))
     by_set = {name: _metrics(found, params.n) for name, found in samples.items()}
     for name in (name for name, found in by_set.items() if not found and judge.world.is_first):
