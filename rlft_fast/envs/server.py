@@ -15,8 +15,11 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any, NoReturn
 
 from rlft_fast.envs.doors import Door, Doors, Message, find_doors, find_tools
@@ -117,16 +120,45 @@ def _run(file: int, open_door: Callable[[], Door], most_characters: int) -> NoRe
     os._exit(0)
 
 
+_SEEDED = {"numpy.random": "seed", "torch": "manual_seed"}
+"""Modules with a random state, and the function that begins it."""
+
+
 def _seed(seed: int) -> None:
-    """Begins the random states of Python, and of NumPy and torch where they are imported.
+    """Begins the random states of Python, NumPy and torch.
 
     Those of the worker never change: all episodes of a run would draw the same numbers. States of an episode that
     nothing decides would make a run that nobody can repeat.
     """
     random.seed(seed)
-    for name, function in (("numpy.random", "seed"), ("torch", "manual_seed")):
-        if (module := sys.modules.get(name)) is not None:
-            getattr(module, function)(seed % 2**32)  # NumPy takes 32 bits
+    for name in _SEEDED.keys() & sys.modules.keys():
+        _seed_module(sys.modules[name], seed)
+    sys.meta_path.insert(0, _SeededImports(seed))
+
+
+def _seed_module(module: ModuleType, seed: int) -> None:
+    getattr(module, _SEEDED[module.__name__])(seed % 2**32)  # NumPy takes 32 bits
+
+
+class _SeededImports(MetaPathFinder):
+    """Seeds a module that an episode imports: ``import numpy`` does not import numpy.random, the first draw does."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in _SEEDED else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_seed(module: ModuleType) -> None:
+                execute(module)
+                _seed_module(module, self.seed)
+
+            spec.loader.exec_module = execute_and_seed  # type: ignore[method-assign]
+        return spec
 
 
 def _answer(

@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import random
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers.utils import get_json_schema
@@ -69,11 +71,14 @@ def test_tools_as_trl_writes_them(pool):
     assert shop.end([number]) == {number: {"reward": 2.0}}
 
 
-def test_the_seed_of_an_episode_decides_what_it_draws(pool, tmp_path):
-    """Episodes are forked from one process, whose random states never change."""
+@pytest.mark.parametrize(
+    "imports", [("import numpy as np, numpy.random", ""), ("import numpy as np", ""), ("", "import numpy as np")]
+)
+def test_the_seed_of_an_episode_decides_what_it_draws(imports, pool, tmp_path):
+    """Episodes are forked from one process, whose random states never change. NumPy makes its own at the first draw."""
     (tmp_path / "dice.py").write_text(
-        "import random, numpy.random\nclass Dice:\n    def step(self, message): ...\n    def reset(self, **row):\n"
-        "        return f'{random.getrandbits(30)} {numpy.random.randint(1 << 30)}'\n"
+        "import random\n{}\nclass Dice:\n    def step(self, message): ...\n    def reset(self, **row):\n"
+        "        {}\n        return f'{{random.getrandbits(30)}} {{np.random.randint(1 << 30)}}'\n".format(*imports)
     )
     dice = pool(f"{tmp_path}/dice.py:Dice")
 
@@ -85,6 +90,7 @@ def test_the_seed_of_an_episode_decides_what_it_draws(pool, tmp_path):
     first = thrown(5, 2**63 - 1, 2**62)
     assert [len({*column}) for column in zip(*first, strict=True)] == [3, 3]
     assert thrown(2**62, 5) == [first[2], first[0]]
+    assert first[0] == [str(random.Random(5).getrandbits(30)), str(np.random.RandomState(5).randint(1 << 30))]
 
 
 class Calculator:
