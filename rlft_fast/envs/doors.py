@@ -199,7 +199,7 @@ class ToolDoor(_OwnDoor):
             result = _called(getattr(self.own, name), **arguments)
         except Exception as error:  # the policy reads it, and may try again
             return _error(f"{type(error).__name__}: {error}")
-        return result if isinstance(result, str) or _are_parts(result) else json.dumps(result, default=str)
+        return result if isinstance(result, str) or are_parts(result) else json.dumps(result, default=str)
 
     def end(self) -> float | None:
         reward = _called(self.own.get_reward) if callable(getattr(self.own, "get_reward", None)) else None
@@ -286,7 +286,7 @@ def _messages(value: Any) -> list[Message]:
     """Messages; a text is words for the end of the last message, written as a message without a role."""
     if value is None or value == "":
         return []
-    if isinstance(value, str) or _are_parts(value):  # TRL takes parts for the end of the prompt, too
+    if isinstance(value, str) or are_parts(value):  # TRL takes parts for the end of the prompt, too
         return [{"content": value}]
     if isinstance(value, dict):
         value = [value]
@@ -297,10 +297,18 @@ def _messages(value: Any) -> list[Message]:
     return [*value]
 
 
-def _are_parts(value: Any) -> bool:
-    """Whether a value is a content of texts and images, as a message may have it."""
+def are_parts(value: Any) -> bool:
+    """Whether a value is a content of parts, as a message may have it: texts alone, or images with anything."""
     parts = value if isinstance(value, list) else []
-    return bool(parts) and all(isinstance(part, Mapping) and part.get("type") in ("text", "image") for part in parts)
+    return bool(parts) and (any(map(is_image, parts)) or all(map(_is_text, parts)))
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def opening_words(observation: Any, prompt: Any) -> str | None:

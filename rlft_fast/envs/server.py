@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any, NoReturn
 
-from rlft_fast.envs.doors import Door, Doors, Message, find_doors, find_tools
+from rlft_fast.envs.doors import Door, Doors, Message, are_parts, find_doors, find_tools, is_image
 from rlft_fast.envs.libraries import find_library
 from rlft_fast.isolation import outlive_requests_to_stop
 from rlft_fast.plugins import load_function
@@ -186,9 +186,9 @@ def _cut(messages: Any, most: int) -> list[Message]:
     """
 
     def cut(content: Any) -> Any:
-        if isinstance(content, list) and any(map(_is_image, content)):
-            return [_sent(part) if _is_image(part) else {"type": "text", "text": cut(_words(part))} for part in content]
-        if isinstance(content, list) and content and all(map(_is_text, content)):
+        if are_parts(content):
+            if any(map(is_image, content)):
+                return [_sent(part) if is_image(part) else _text(cut(_words(part))) for part in content]
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str):
             content = json.dumps(content, default=str)
@@ -197,12 +197,8 @@ def _cut(messages: Any, most: int) -> list[Message]:
     return [message | {"content": cut(message["content"])} if "content" in message else message for message in messages]
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def _text(words: str) -> Message:
+    return {"type": "text", "text": words}
 
 
 def _words(part: Any) -> Any:
