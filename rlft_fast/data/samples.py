@@ -24,7 +24,7 @@ from rlft_fast.data.batch import (
 from rlft_fast.world import World
 
 _BY_NAME = ("parts", "counts")  # fields with columns by name
-_LISTS = ("texts", "pictures")  # fields with a value of JSON for each sample
+_LISTS = ("texts", "pictures", "messages")  # fields with a value of JSON for each sample
 
 
 class Branches(NamedTuple):
@@ -68,6 +68,8 @@ class Samples:
         texts: of the B completions, as reward functions read them; None before they are decoded.
         pictures: what an environment has shown in each episode: for each answer with images these, as files in base64.
             None: no environment shows images.
+        messages: of each episode, the policy's and in between the environment's, before functions have scored them;
+            None: the samples are no episodes, or have been scored.
     """
 
     row_B: Tensor
@@ -86,6 +88,7 @@ class Samples:
     support_TK: Tensor | None = None
     texts: Sequence[str] | None = None
     pictures: Sequence[list[list[str]]] | None = None
+    messages: Sequence[list[dict[str, Any]]] | None = None
 
     def __len__(self) -> int:
         return len(self.row_B)

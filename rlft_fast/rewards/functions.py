@@ -42,7 +42,7 @@ def last_number(
 
     Args:
         prompts: Not read.
-        completions: B texts, or lists of one message.
+        completions: B texts, or lists of messages, of which the last one counts.
         completion_ids: Not read.
         answer: B numbers, or texts. The last number of a text is the answer, as in GSM8K's "… #### 72".
         **columns: Not read.
@@ -69,7 +69,7 @@ def exact_match(
 
     Args:
         prompts: Not read.
-        completions: B texts, or lists of one message.
+        completions: B texts, or lists of messages, of which the last one counts.
         completion_ids: Not read.
         answer: B texts.
         **columns: Not read.

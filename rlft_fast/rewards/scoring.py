@@ -50,7 +50,7 @@ def compute_rewards(
             of a process run in one event loop, in a thread of its own: a client of a server may be kept between calls.
             The result is any series of numbers: a list, a generator, an array, a tensor, a column of pandas.
         prompts: B prompts, texts or lists of messages.
-        completions: B completions, texts or lists of one message.
+        completions: B completions, texts or lists of messages: an answer, or the turns of an episode.
         completion_ids: B lists of token ids.
         columns: The other columns of the data set, each of B values. A function names the columns that it reads, and
             collects the rest in `**columns`.

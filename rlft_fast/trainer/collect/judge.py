@@ -36,7 +36,7 @@ from rlft_fast.run import naming_start
 from rlft_fast.trainer.collect.experience import with_rewards
 from rlft_fast.trainer.episodes import environment_names
 from rlft_fast.trainer.models import with_known_tokens
-from rlft_fast.trainer.prompts import Conversation, Limits, Prompts
+from rlft_fast.trainer.prompts import Conversation, Limits, Message, Prompts
 from rlft_fast.world import SPANS, STOP, LeftEarlyError, World
 
 _ANSWER = "an answer of 6 words, 1.5"  # to find in a rendered text
@@ -117,7 +117,7 @@ class Judge:
         totals = [weighted_sum(parts, weights) for parts in scored]
         others = self._without_functions(prompts, own)
         rewards = [other if total is None else total for total, other in zip(totals, others, strict=True)]
-        samples = with_rewards(self._counted(own), rewards, scored, [*weights]).replace(texts=texts)
+        samples = with_rewards(self._counted(own), rewards, scored, [*weights]).replace(texts=texts, messages=None)
         samples = samples.replace(parts={**samples.parts, **own.parts}).gather(self.world)
         return self._with_models(prompts, samples) if self.models else samples
 
@@ -162,14 +162,20 @@ class Judge:
         for reader in self.readers.values():
             reader.check(prompts, what)
 
-    def answered(self, prompts: Prompts, texts: Sequence[str]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def answered(
+        self, prompts: Prompts, texts: Sequence[str], talks: Sequence[list[Message]] | None = None
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Prompts and whole answers as functions get them.
 
         Args:
             prompts: N prompts.
             texts: N texts that the policy has added to the prompts.
+            talks: N episodes as messages; None: an answer is one message.
         """
-        return prompts.answered_messages(texts) if self.config.reward.conversational else prompts.answered(texts)
+        if not self.config.reward.conversational:
+            return prompts.answered(texts)
+        asked, answers = prompts.answered_messages(texts)
+        return asked, answers if talks is None else talks
 
     def use_models(self, engines: Mapping[str, Engine]) -> None:
         """Scores with the engines of the reward models from now on.
@@ -192,14 +198,13 @@ class Judge:
         """The texts of this rank's samples, and the parts of their rewards."""
         if not len(own):  # there are fewer prompts than processes: functions need not know what to do with nothing
             return [], []
-        asked, texts = prompts.select(own.row_B.tolist()), self._decode(own)
-        return texts, self.functions.score(*self.answered(asked, texts), own.sampled_ids(), asked.columns)
+        asked, replies = prompts.select(own.row_B.tolist()), self._decode(own)
+        texts = ["\n".join(each) for each in replies]  # without a break, the replies 5 and 7 would be read as 57
+        talks = None if own.messages is None else [*map(_with_words, own.messages, replies)]
+        return texts, self.functions.score(*self.answered(asked, texts, talks), own.sampled_ids(), asked.columns)
 
-    def _decode(self, samples: Samples) -> list[str]:
-        """What the policy has written, as functions, other models and the log read it.
-
-        Each reply of an episode begins a line: without a break, the replies 5 and 7 would be read as 57.
-        """
+    def _decode(self, samples: Samples) -> list[list[str]]:
+        """What the policy has written in each reply, as functions, other models and the log read it."""
         replies, keeps = samples.replies(), self.config.reward.keep_special_tokens
         if keeps:
             ends = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
@@ -209,7 +214,7 @@ class Judge:
                 own[: len(whole)] = [ids[:-1] if ids[-1] in ends else ids for ids in whole]
         every = [ids for own in replies for ids in own]
         texts = iter(self.tokenizer.batch_decode(every, skip_special_tokens=not keeps))
-        return ["\n".join(islice(texts, len(own))) for own in replies]
+        return [[*islice(texts, len(own))] for own in replies]
 
     def _with_models(self, prompts: Prompts, samples: Samples) -> Samples:
         assert samples.texts is not None
@@ -316,6 +321,13 @@ class RewardModelReader:
                 f"the {what} of the reward model in {self.path} cannot be applied to the answer {answer[:80]!r} to the "
                 f"prompt {asked[:80]!r}: {brief(error)}"
             ) from error
+
+
+def _with_words(messages: Sequence[Message], replies: Sequence[str]) -> list[Message]:
+    """The messages of an episode, with all that the policy has written in its own. There is one at least."""
+    words = iter(replies)
+    own: list[Message] = [*messages] or [{"role": "assistant"}]  # the environment may fail at its beginning
+    return [m | {"content": next(words, "")} if m["role"] == "assistant" else m for m in own]
 
 
 def _rows_of_each_shape(prompts: Prompts) -> list[int]:

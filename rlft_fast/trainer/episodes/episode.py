@@ -11,7 +11,7 @@ from rlft_fast.envs import Failure
 from rlft_fast.rollout import Completion, Request, Span, seed_of, to_samples
 from rlft_fast.trainer.episodes.history import History
 from rlft_fast.trainer.episodes.suffix import Suffix
-from rlft_fast.trainer.prompts import Conversation, PromptImages
+from rlft_fast.trainer.prompts import Conversation, Message, PromptImages
 
 PART = "environment"
 """Name of the environment's reward among the parts of a reward."""
@@ -42,6 +42,8 @@ class Episode:
     has_support: bool  # whether tokens are sampled among some of the vocabulary
     images: Images | None = None  # of all tokens so far
     pictures: list[list[str]] = field(default_factory=list)  # see `Samples.pictures`
+    messages: list[Message] = field(default_factory=list)  # see `Samples.messages`
+    heard: list[Message] = field(default_factory=list)  # that the next reply answers
     token_ids: list[int] = field(default_factory=list)  # of all branches, one behind the other
     behind_prompt: list[int] = field(default_factory=list)  # of the last branch, with what it has from others
     kept: list[int] = field(default_factory=list)  # see `Samples.kept_T`
@@ -179,6 +181,7 @@ def samples_of(episodes: Sequence[Episode], *, may_branch: bool = False, may_sho
     return samples.replace(
         kept_T=kept_T if may_branch else None,
         pictures=[episode.pictures for episode in episodes] if may_show else None,
+        messages=[episode.messages for episode in episodes],
         reward_T=torch.tensor([x for episode in episodes for x in episode.rewards()], dtype=torch.float64),
         parts={PART: torch.tensor(rewards, dtype=torch.float64)},
         counts={name: torch.tensor(own, dtype=torch.float64) for name, own in counts.items()},

@@ -356,6 +356,7 @@ class EpisodePlayer:
             style = self._suffixes[episode.environment].style
             text = self._text(reply, style)
             read = parse(text, style.form, style.tools, is_thinking=episode.is_thinking)
+            episode.messages += [*episode.heard, read.message]
             episode.calls += len(read.calls) + (read.mistake is not None)
             episode.failed_calls += read.mistake is not None
             if reply.finish_reason == "length":  # without its end, the reply says nothing for sure
@@ -389,6 +390,7 @@ class EpisodePlayer:
             return episode.stop("max_turns")
         suffixes = self._suffixes[episode.environment]
         messages, shown = self._shown(episode, messages)
+        episode.heard = [{"role": "user"} | message for message in messages]
         conversation, said = episode.conversation, suffixes.style.said(reply, text)
         if episode.history is not None:
             said = episode.history.said(reply, text)

@@ -18,7 +18,7 @@ from rlft_fast.engine import FSDPEngine, role_engine
 from rlft_fast.rollout import Completion, to_samples
 from rlft_fast.trainer import train
 from rlft_fast.trainer.collect.judge import Judge, RewardModelReader, RewardModelScorer
-from rlft_fast.trainer.prompts import Prompts, load_prompts
+from rlft_fast.trainer.prompts import Conversation, Prompts, load_prompts
 from rlft_fast.world import World
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import PAD_TOKEN_ID, VOCAB_SIZE, save_tiny_model
@@ -249,6 +249,41 @@ def test_functions_get_messages_as_trls_do(conversations, model, tmp_path):
     assert exact == [1.0, 1.0, 1.0, 0.0]
     assert by_messages[1:] == exact[1:]
     assert np.isnan(by_messages[0])
+
+
+EPISODES = """
+def by_turns(prompts, completions, completion_ids, **_):
+    call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": {"a": 3}}}
+    talk = [
+        {"role": "assistant", "content": "add 3", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "8"},
+        {"role": "assistant", "content": "It is 8"},
+    ]
+    assert prompts == [[{"role": "user", "content": "5+3?"}]] * 2
+    return [float(completion == expected) for completion, expected in zip(completions, (talk, [talk[0]]))]
+"""
+
+
+def test_functions_get_the_messages_of_an_episode(conversations, model, tmp_path):
+    """With the policy's words as a function of texts gets them. Built-in functions read the last message."""
+    tokenizer, *_ = conversations
+    replies = [tokenizer.encode(text) for text in ("add 3", "It is 8")]
+    ids = [*replies[0], *b"???", *replies[1], tokenizer.eos_token_id]
+    mask = [True] * len(replies[0]) + [False] * 3 + [True] * (len(replies[1]) + 1)
+    whole, first = Completion(ids, [0.0] * len(ids), "stop", mask=mask), Completion(replies[0], [0.0] * 5, "length")
+    call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": {"a": 3}}}
+    talk = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "add", "content": "8"}]
+    messages = [[*talk, {"role": "assistant", "content": "It is 8"}], talk[:1]]
+    asked = Conversation([{"role": "user", "content": "5+3?"}])
+    prompts = Prompts(["5+3?"], [tokenizer.encode("5+3?")], {"answer": ["It is 8"]}, conversations={0: asked})
+    (tmp_path / "episodes.py").write_text(EPISODES)
+    for conversational, expected in ((True, [[1.0, 1.0], [1.0, 0.0]]), (False, [[0.0, 0.0]])):
+        names = [f"{tmp_path}/episodes.py:by_turns"] * conversational + ["rlft_fast.rewards:exact_match"]
+        reward = {"function": dict.fromkeys(names, 1.0), "conversational": conversational}
+        judge = Judge(toy_config(model, tmp_path, reward=reward), tokenizer, World())
+        scored = judge.score(prompts, to_samples([(0, whole), (0, first)]).replace(messages=messages))
+        assert [part.tolist() for part in scored.parts.values()] == expected
+        assert (scored.texts, scored.messages) == (["add 3\nIt is 8", "add 3"], None)
 
 
 def test_a_question_to_a_judge_is_made_of_messages(conversations, model, tmp_path):

@@ -65,6 +65,10 @@ def test_tools(play, tokenizer, template):
     assert "unexpected keyword argument" in given[1]  # pay takes no arguments; the call in the thought was not made
     assert "the call is not readable" in given[2]
     assert samples.parts["environment"].tolist() == [2.0]
+    told = [(message["role"], message.get("tool_calls", message["content"])) for message in samples.messages[0]]
+    assert [role for role, _ in told] == ["assistant", "tool"] * 3 + ["assistant"]
+    assert [call["function"]["name"] for _, calls in (told[0], told[2]) for call in calls] == ["add", "pay"]
+    assert (told[1][1], told[-1][1]) == ("egg, egg", "Two.")
     names = ("turns", "tool_calls", "failed_tool_calls", "environment_failed", "environment_calls", "stop_done")
     assert [samples.counts[name].item() for name in names] == [4.0, 3.0, 1.0, 0.0, 5.0, 1.0]  # reset, 3 steps, end
     if template == "qwen2_5":  # what transformers renders of the same conversation
@@ -224,6 +228,7 @@ def test_limits_end_an_episode(play, tokenizer):
     assert generator.episodes == [None]  # no turn follows
     samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, *"123"), max_new_tokens=60)
     assert samples.length_B.tolist() < [60]  # the second answer of the environment has no room
+    assert [message["content"] for message in samples.messages[0]] == ["1", "too low", "2"]  # and is not read
     assert not samples.stopped_B.any()
     assert samples.counts["stop_max_new_tokens"].tolist() == [1.0]
     samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, "1" * 100), max_new_tokens=60)
