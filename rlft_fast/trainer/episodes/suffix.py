@@ -83,6 +83,7 @@ class Suffixes:
             special |= {image_reader.token, image_reader.placeholder}
         longest_first = sorted(special, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._stand_in = ""  # see `_find_stand_in`
         try:
             self._prove()
         except Exception as error:  # a template is code of the model's and may raise any error
@@ -180,7 +181,8 @@ class Suffixes:
         _, found, after = text.rpartition(MARK)
         if not found:
             raise ValueError("the chat template does not show a reply")
-        places = [(place, end) for end in self._ends.values() if (place := after.find(end)) >= 0]
+        ends = [*self._ends.values(), *([self._stand_in] if self._stand_in else [])]
+        places = [(place, end) for end in ends if (place := after.find(end)) >= 0]
         if not places:
             return after
         place, end = min(places, key=lambda found: (found[0], -len(found[1])))
@@ -209,6 +211,7 @@ class Suffixes:
         answer: list[Message] = [{"role": "user", "content": "Why?"}]
         earlier: list[Message] = [{"role": "assistant", "content": "No."}, {"role": "user", "content": "And now?"}]
         longer = replace(asked, messages=[*asked.messages, *earlier])
+        self._stand_in = self._find_stand_in(asked, answer)
         texts = {
             self._after(before, parse(words, HERMES), answer, ended=True)
             for before in (asked, longer)
@@ -224,6 +227,19 @@ class Suffixes:
         for i, end in self._ends.items():
             if self._encode(end + text) != [i, *self._encode(text)]:
                 raise ValueError(f"{text!r} has other tokens behind {end!r} than alone")
+
+    def _find_stand_in(self, asked: Conversation, answer: Sequence[Message]) -> str:
+        """The special token that ends a reply in the history, where an end token of the policy's ends the last message.
+
+        Empty where the history has an end token of the policy's, too. gpt-oss ends a reply by ``<|return|>``, in place
+        of which its template writes ``<|end|>`` as soon as another message follows. The sampled token stands there.
+        """
+        after = self._after(asked, Parsed(MARK, []), answer, ended=False)
+        if any(end in after for end in self._ends.values()):
+            return ""
+        last = asked.render(self.tokenizer, self.limits, MARK).rpartition(MARK)[2]
+        found = self._special.match(after)
+        return found[0] if found is not None and last.startswith((*self._ends.values(),)) else ""
 
     def _prove_results(self) -> None:
         """As `_prove`, of the results of tools: they may not depend on arguments, words, thoughts and earlier calls."""

@@ -12,7 +12,8 @@ PLAYERS = Path(__file__).parents[2] / "envs" / "players.py"
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 IM_END, EOT = "<|im_end|>", "<|eot_id|>"
 SPECIAL = ["<|im_start|>", IM_END, EOT, "<|start_header_id|>", "<|end_header_id|>", "<end_of_turn>", "<|end|>",
-           "<|return|>", "<|user|>", "<|observation|>", "<turn|>", "<|END_OF_TURN_TOKEN|>"]  # fmt: skip
+           "<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|user|>", "<|observation|>", "<turn|>",
+           "<|END_OF_TURN_TOKEN|>"]  # fmt: skip
 
 
 class Scripted:

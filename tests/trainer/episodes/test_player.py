@@ -154,6 +154,18 @@ def test_no_token_is_made_again(family, num_rows, max_turns, fewest, play, token
     assert samples.counts["turns"].sum() == len(seen) >= fewest
 
 
+def test_the_end_that_was_sampled_stands_in_place_of_the_templates(play, tokenizer):
+    """gpt-oss ends a reply by <|return|>. Its template has <|end|> there as soon as another message follows."""
+    replies = in_turn(tokenizer, "5", "8", "7", end="<|return|>")
+    *_, generator = play([{"prompt": "1 to 9?", "answer": 7}], "GuessNumber", replies, "gptoss", ("<|return|>",))
+    (first, five, _), (second, eight, _), (third, *_) = generator.seen
+    for before, after, words in ((first + five, second, "too low"), (second + eight, third, "too high")):
+        assert after[: len(before)] == before
+        given = tokenizer.decode(after[len(before) :])
+        assert given == f"<|start|>user<|message|>{words}<|end|><|start|>assistant"
+    assert tokenizer.decode(five) == "5<|return|>"
+
+
 def test_each_row_has_its_environment(play, tokenizer):
     """Its tools and its most turns; the reward of each is a number of its own."""
     kinds = {"game": {"name": "GuessNumber", "max_turns": 2}, "shop": {"name": "Shop"}}
