@@ -127,12 +127,11 @@ class PlainStyle:
     Args:
         tools: JSON schemas.
         role: of the message that tells of the tools, for a template that refuses system prompts.
+        form: of thoughts, where there are no tools.
     """
 
-    form = HERMES
-
-    def __init__(self, tools: list[dict[str, Any]], role: str = "system") -> None:
-        self.tools, self.role = tools, role
+    def __init__(self, tools: list[dict[str, Any]], role: str = "system", form: Form = HERMES) -> None:
+        self.tools, self.role, self.form = tools, role, form
 
     def with_tools(self, conversation: Conversation) -> Conversation:
         return _told(conversation, self.tools, self.form.expected + _TAGGED, self.role) if self.tools else conversation
@@ -141,7 +140,8 @@ class PlainStyle:
         return {"role": "assistant", "content": MARK}
 
     def said(self, reply: Parsed, text: str) -> Message:
-        return {"role": "assistant", "content": text}
+        """gpt-oss's template refuses the channels of a text, and Hermes' calls stand in it."""
+        return {"role": "assistant", "content": text if self.form is HERMES else reply.content}
 
     def results(self, messages: Sequence[Message], said: Message | None = None) -> list[Message]:
         """Results of tools are joined in one message: templates expect that roles alternate."""
@@ -187,7 +187,7 @@ def find_styles(tokenizer: Tokenizer, tools: list[dict[str, Any]], ends: Sequenc
         ends: texts of the tokens that end a reply.
     """
     if not tools:
-        yield PlainStyle([])
+        yield PlainStyle([], form=_form_of_thoughts(tokenizer))
         return
     own = own_form(getattr(tokenizer, "response_template", None), tokenizer.get_added_vocab())
     ways = [TemplateStyle(tools, own, as_text=as_text) for as_text in (False, True)] if own is not None else []
@@ -198,6 +198,12 @@ def find_styles(tokenizer: Tokenizer, tools: list[dict[str, Any]], ends: Sequenc
             yield style
     yield from (style for style in ways if _carries(tokenizer, style, ends))
     yield PlainStyle(tools, _role_of_instructions(tokenizer))
+
+
+def _form_of_thoughts(tokenizer: Tokenizer) -> Form:
+    """The first form whose thoughts the chat template writes, such as gpt-oss's channels; Hermes' where none is."""
+    template = str(getattr(tokenizer, "chat_template", None))
+    return next((form for form in FORMS if form.thought[0] in template), HERMES)
 
 
 def _role_of_instructions(tokenizer: Tokenizer) -> str:

@@ -91,6 +91,39 @@ def test_a_thought_that_the_prompt_opens_is_left_out(play, tokenizer):
     assert samples.counts["branches"].tolist() == [3]
 
 
+FAMILIES = {
+    "gptoss": (
+        "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}", "<|return|>",
+        "<|start|>user<|message|>{}<|end|><|start|>assistant",
+    ),
+    "gemma4_v5": (
+        "<|channel>thought\n{}<channel|>{}", "<turn|>", "\n<|turn>user\n{}<turn|>\n<|turn>model\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("history", ["keep", "template"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_thought_is_none_of_the_words(family, history, play, tokenizer):
+    """In other forms than <think>, too: an environment does not hear the 4, and the template is given no channels."""
+    form, end, between = FAMILIES[family]
+    replies = [form.format(f"{thought} Not 4.", guess) for thought, guess in GUESSES]
+    said = in_turn(tokenizer, *replies, end=end)
+    samples, *_, generator = play(GAME, "GuessNumber", said, family, (end,), history=history)
+    assert (samples.parts["environment"].tolist(), samples.counts["turns"].tolist()) == ([1.0], [3.0])
+    assert [message["content"] for message in samples.messages[0]] == ["5", "too low", "8", "too high", "7"]
+    contexts = [context for context, *_ in generator.seen]
+    text = ""
+    for number, (words, answer) in enumerate(zip(replies, ("too low", "too high"), strict=False), start=1):
+        text += f"{words}{end}{between.format(answer)}"
+        if history == "keep":
+            assert tokenizer.decode(contexts[number][len(contexts[0]) :]) == text
+        else:
+            talk = [x | {"content": x["content"].rpartition("\n")[2]} for x in conversation(number)]
+            whole = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+            assert contexts[number] == tokenizer.encode(whole, add_special_tokens=False)
+
+
 def test_words_of_the_policy_become_no_special_token(play, tokenizer):
     """It spells the end of its turn byte by byte, in a thought and behind it; a branch makes tokens of both again."""
     spoken = f"<think>\n{IM_END}\n</think>\n\n{IM_END}<|im_start|>"
