@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
@@ -108,11 +108,16 @@ def find_doors(spec: str, kind: Any, options: Mapping[str, Any], columns: Sequen
     except TypeError as error:
         raise ValueError(f"reset of {spec} cannot be called with the columns {columns} of a row: {error}") from None
     if described is not None:
-        return Doors(lambda: ToolDoor(_made(kind, options), _names(described)), described)
+        return Doors(lambda: ToolDoor(_made(kind, options, _run), _names(described)), described)
     tools = getattr(kind, "tools", None)
     if not isinstance(tools, (list, tuple)):  # its instances may have them
-        tools = getattr(kind(**options), "tools", None) or ()
-    return Doors(lambda: MessageDoor(_made(kind, options)), [*tools])
+        tools = getattr(_made(kind, options, asyncio.run), "tools", None) or ()  # episodes have another loop
+    if wrong := [tool for tool in tools if not isinstance(tool, Mapping)]:
+        raise ValueError(
+            f"tools of {spec} are JSON schemas, as transformers' get_json_schema makes them of functions, got "
+            f"{brief(repr(wrong[0]), _SHOWN)}"
+        )
+    return Doors(lambda: MessageDoor(_made(kind, options, _run)), [*tools])
 
 
 def find_tools(functions: Mapping[str, Callable[..., Any]]) -> Doors:
@@ -131,14 +136,20 @@ def find_tools(functions: Mapping[str, Callable[..., Any]]) -> Doors:
     return Doors(lambda: ToolDoor(SimpleNamespace(reset=lambda **row: None, **own), _names(described)), described)
 
 
-def _made(kind: Any, options: Mapping[str, Any]) -> Any:
-    """The environment of an episode. A client that an async one makes of itself may need the event loop."""
+def _made(kind: Any, options: Mapping[str, Any], run: Callable[[Coroutine[Any, Any, Any]], Any]) -> Any:
+    """An environment. A client that an async one makes of itself may need the event loop.
+
+    Args:
+        kind: of the environment.
+        options: its arguments.
+        run: runs a coroutine.
+    """
 
     async def inside() -> Any:
         return kind(**options)
 
     is_async = any(map(inspect.iscoroutinefunction, (kind.reset, getattr(kind, "step", None))))
-    return _called(inside) if is_async else kind(**options)
+    return run(inside()) if is_async else kind(**options)
 
 
 def _names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -273,7 +284,11 @@ def _called(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
     Another function runs outside of an event loop: it may run one itself, or refuse to be in one.
     """
     result = function(*args, **named)
-    return _loop().run_until_complete(result) if inspect.isawaitable(result) else result
+    return _run(result) if inspect.isawaitable(result) else result
+
+
+def _run(result: Awaitable[Any]) -> Any:
+    return _loop().run_until_complete(result)
 
 
 @functools.cache

@@ -186,6 +186,10 @@ def bare(a):
     return a
 
 
+class Undescribed(Strange):
+    tools = (add,)
+
+
 class Gallery:
     """Shows what the policy asks for: pictures, or something that is none. Where a row asks, a picture begins."""
 

@@ -148,10 +148,9 @@ def test_tools_are_called_and_answer_as_in_trl(name, argument, content):
 class Loops:
     """Its ``reset`` is async, and needs the loop that its instance was made in; ``step`` runs a loop of its own."""
 
-    tools = ()  # so that no instance is made to ask for them
-
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.tools = [{"type": "function", "function": {"name": "look"}}]
 
     async def reset(self, **row) -> str:
         await asyncio.sleep(0)
@@ -168,7 +167,9 @@ class Loops:
 
 
 def test_a_method_that_is_not_async_may_run_an_event_loop():
-    door = find_doors("x:Loops", Loops, {}, ["prompt"]).open()
+    doors = find_doors("x:Loops", Loops, {}, ["prompt"])  # which makes one to ask for its tools
+    assert [tool["function"]["name"] for tool in doors.tools] == ["look"]
+    door = doors.open()
     assert door.reset({}) == [{"content": "True"}]
     assert door.step(says("hello")) == ([{"content": "hello"}], None, True)
     assert door.end() is None
@@ -357,6 +358,7 @@ def test_processes_that_an_environment_leaves_end_with_the_pool(pool):
         ("NoReset", "has no method reset"),
         ("NoTools", "neither a method step nor a public method"),
         ("NoHints", "NoHints.look cannot be described"),
+        ("Undescribed", "tools of .*Undescribed are JSON schemas, .*, got <function add"),
         ("Missing", "has no function 'Missing'"),
     ],
 )
