@@ -14,6 +14,7 @@ from typing import Any
 from rlft_fast.isolation.guard import GUARD, MARK, end_worker
 
 _STARTING = threading.Lock()
+_HASH_SEED = "PYTHONHASHSEED"
 
 
 class WorkerProcess:
@@ -57,19 +58,24 @@ class WorkerProcess:
 
 @contextlib.contextmanager
 def _environment_of_worker(mark: str) -> Iterator[None]:
-    """A process that is started here has a mark, and not the tokens of the run's servers: it may run a model's code."""
+    """A process that is started here has a mark, and not the tokens of the run's servers: it may run a model's code.
+
+    Its sets of texts have the order of any other worker's: what it draws from one can be drawn again.
+    """
     # Here: workers import this module, and the configuration takes 0.3 s.
     from rlft_fast.config import REWARD_TOKEN_VARIABLE, TOKEN_VARIABLE
 
     with _STARTING:  # threads start workers
-        names = (TOKEN_VARIABLE, REWARD_TOKEN_VARIABLE)
-        tokens = {name: os.environ.pop(name) for name in names if name in os.environ}
-        os.environ[MARK] = mark
+        given = {MARK: mark, _HASH_SEED: os.environ.get(_HASH_SEED, "0")}
+        names = (TOKEN_VARIABLE, REWARD_TOKEN_VARIABLE, *given)
+        own = {name: os.environ.pop(name) for name in names if name in os.environ}
+        os.environ.update(given)
         try:
             yield
         finally:
-            del os.environ[MARK]
-            os.environ.update(tokens)
+            for name in given:
+                del os.environ[name]
+            os.environ.update(own)
 
 
 def outlive_requests_to_stop() -> None:

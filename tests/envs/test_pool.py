@@ -369,6 +369,23 @@ def test_bad_classes_are_refused(name, words):
         find_doors(spec, load_function("environment", spec), {}, [])
 
 
+def test_sets_of_words_have_one_order_in_all_workers(pool, tmp_path):
+    """Otherwise no run could be repeated whose environment draws from one."""
+    (tmp_path / "cards.py").write_text(
+        "class Cards:\n    def step(self, message): ...\n    def reset(self, **row):\n"
+        "        return ' '.join({f'card{i}' for i in range(20)})\n"
+    )
+
+    def drawn() -> str:
+        cards = pool(f"{tmp_path}/cards.py:Cards")
+        (number,) = cards.open([""])
+        return cards.reset({number: {}})[number]["messages"][0]["content"]
+
+    first = drawn()
+    assert len(first.split()) == 20
+    assert drawn() == first
+
+
 def test_what_a_worker_refuses_is_told_before_anything_runs(pool):
     message = r"players\.py:GuessNumber, which cannot be used: .*cannot be called with the columns \['prompt'\]"
     with pytest.raises(ValueError, match=message):
