@@ -75,10 +75,11 @@ def exact_match(
         **columns: Not read.
 
     Returns:
-        B rewards. None, and a warning, where an answer is empty, as CSV has missing ones; None where it is missing.
+        B rewards. None, and a warning, where an answer is empty, as CSV has missing ones, or is no text, as a list of
+        answers; None where it is missing.
     """
-    targets = [None if is_missing(expected) else str(expected).strip() or None for expected in answer]
-    _warn_of_unreadable("exact_match", "is empty", answer, targets)
+    targets = [None if is_missing(expected) else _written(expected) for expected in answer]
+    _warn_of_unreadable("exact_match", "is empty or no text", answer, targets)
     return [
         None if target is None else float(completion.strip() == target)
         for completion, target in zip(as_texts(completions), targets, strict=True)
@@ -169,6 +170,11 @@ def _warn_of_unreadable(function: str, problem: str, values: Sequence[Any], read
     if bad := [value for value, found in zip(values, read, strict=True) if found is None and not is_missing(value)]:
         message = f"{function} leaves out samples: {bad[0]!r} {problem}"
         warnings.warn(message, stacklevel=3)
+
+
+def _written(answer: Any) -> str | None:
+    """The answer as a text; None if it is empty, or a list or the like, which no completion equals."""
+    return None if isinstance(answer, (list, tuple, dict)) else str(answer).strip() or None
 
 
 def _compiled(expression: Any) -> re.Pattern[str] | None:

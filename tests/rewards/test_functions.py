@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import sys
 import time
 
@@ -131,8 +132,9 @@ def test_scoring_takes_linear_time(text):
 
 def test_exact_match():
     assert score(exact_match, [" Paris\n", "paris", "Paris."], answer=["Paris"] * 3) == [1.0, 0.0, 0.0]
-    with pytest.warns(UserWarning, match="exact_match leaves out samples: ' ' is empty"):
-        assert score(exact_match, ["", "0", ""], answer=[" ", 0, None]) == [None, 1.0, None]
+    for bad in (" ", ["Paris", "paris"], {"value": "Paris"}):
+        with pytest.warns(UserWarning, match=f"leaves out samples: {re.escape(repr(bad))} is empty or no text"):
+            assert score(exact_match, ["Paris", "0", ""], answer=[bad, 0, None]) == [None, 1.0, None]
 
 
 # chain_sum compares numbers, countdown evaluates the expression with the entry's metadata.
