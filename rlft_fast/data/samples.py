@@ -68,8 +68,8 @@ class Samples:
         texts: of the B completions, as reward functions read them; None before they are decoded.
         pictures: what an environment has shown in each episode: for each answer with images these, as files in base64.
             None: no environment shows images.
-        messages: of each episode, the policy's and in between the environment's, before functions have scored them;
-            None: the samples are no episodes, or have been scored.
+        messages: of each episode, the environment's and the policy's in turn. None: the samples are no episodes, or
+            have been scored.
     """
 
     row_B: Tensor

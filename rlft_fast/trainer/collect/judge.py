@@ -5,6 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import compress, islice
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ from rlft_fast.rewards import (
 )
 from rlft_fast.run import naming_start
 from rlft_fast.trainer.collect.experience import with_rewards
-from rlft_fast.trainer.episodes import environment_names
+from rlft_fast.trainer.episodes import environment_names, find_styles
 from rlft_fast.trainer.models import with_known_tokens
-from rlft_fast.trainer.prompts import Conversation, Limits, Message, Prompts
+from rlft_fast.trainer.prompts import Conversation, Limits, Message, Prompts, with_words
 from rlft_fast.world import SPANS, STOP, LeftEarlyError, World
 
 _ANSWER = "an answer of 6 words, 1.5"  # to find in a rendered text
@@ -100,7 +101,7 @@ class Judge:
         """
         started = time.perf_counter()
 
-        def score() -> tuple[list[str], list[Parts]]:
+        def score() -> tuple[list[str], list[list[Message]] | None, list[Parts]]:
             try:
                 with STOP.alone(), self._turn, SPANS.noted("reward"):
                     return self._score_own(prompts, own)
@@ -108,7 +109,7 @@ class Judge:
                 self.seconds = time.perf_counter() - started
 
         try:
-            texts, scored = self.world.together(score, LeftEarlyError, RewardError)
+            texts, messages, scored = self.world.together(score, LeftEarlyError, RewardError)
         except (RewardError, LeftEarlyError):
             STOP.leave_together(self.world)
             raise
@@ -117,9 +118,11 @@ class Judge:
         totals = [weighted_sum(parts, weights) for parts in scored]
         others = self._without_functions(prompts, own)
         rewards = [other if total is None else total for total, other in zip(totals, others, strict=True)]
-        samples = with_rewards(self._counted(own), rewards, scored, [*weights]).replace(texts=texts, messages=None)
+        samples = with_rewards(self._counted(own), rewards, scored, [*weights])
+        are_read = any(not reader.has_same_template for reader in self.readers.values())
+        samples = samples.replace(texts=texts, messages=messages if are_read else None)
         samples = samples.replace(parts={**samples.parts, **own.parts}).gather(self.world)
-        return self._with_models(prompts, samples) if self.models else samples
+        return (self._with_models(prompts, samples) if self.models else samples).replace(messages=None)
 
     def _without_functions(self, prompts: Prompts, own: Samples) -> list[float | None]:
         """What each sample has where no function judges it: 0, to which others add, or None, which leaves it out.
@@ -163,19 +166,21 @@ class Judge:
             reader.check(prompts, what)
 
     def answered(
-        self, prompts: Prompts, texts: Sequence[str], talks: Sequence[list[Message]] | None = None
+        self, prompts: Prompts, texts: Sequence[str], messages: Sequence[list[Message]] | None = None
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Prompts and whole answers as functions get them.
 
         Args:
             prompts: N prompts.
             texts: N texts that the policy has added to the prompts.
-            talks: N episodes as messages; None: an answer is one message.
+            messages: of N episodes, with all that the policy has written; None: an answer is one message.
         """
         if not self.config.reward.conversational:
             return prompts.answered(texts)
-        asked, answers = prompts.answered_messages(texts)
-        return asked, answers if talks is None else talks
+        if messages is None:
+            return prompts.answered_messages(texts)
+        pairs = [_asked_and_said(prompts.conversations[row], own) for row, own in enumerate(messages)]
+        return [asked for asked, _ in pairs], [said for _, said in pairs]
 
     def use_models(self, engines: Mapping[str, Engine]) -> None:
         """Scores with the engines of the reward models from now on.
@@ -194,14 +199,15 @@ class Judge:
             if isinstance(function, IsolatedReward):
                 function.close()
 
-    def _score_own(self, prompts: Prompts, own: Samples) -> tuple[list[str], list[Parts]]:
-        """The texts of this rank's samples, and the parts of their rewards."""
+    def _score_own(self, prompts: Prompts, own: Samples) -> tuple[list[str], list[list[Message]] | None, list[Parts]]:
+        """The texts of this rank's samples, the messages of episodes, and the parts of the rewards."""
         if not len(own):  # there are fewer prompts than processes: functions need not know what to do with nothing
-            return [], []
+            return [], None if own.messages is None else [], []
         asked, replies = prompts.select(own.row_B.tolist()), self._decode(own)
         texts = ["\n".join(each) for each in replies]  # without a break, the replies 5 and 7 would be read as 57
-        talks = None if own.messages is None else [*map(_with_words, own.messages, replies)]
-        return texts, self.functions.score(*self.answered(asked, texts, talks), own.sampled_ids(), asked.columns)
+        messages = None if own.messages is None else [*map(_with_words, own.messages, replies)]
+        given = self.answered(asked, texts, messages)
+        return texts, messages, self.functions.score(*given, own.sampled_ids(), asked.columns)
 
     def _decode(self, samples: Samples) -> list[list[str]]:
         """What the policy has written in each reply, as functions, other models and the log read it."""
@@ -221,7 +227,7 @@ class Judge:
         answered, reward_B, parts = prompts.select(samples.row_B.tolist()), samples.reward_B, dict(samples.parts)
         for name, model in self.models.items():
             part = str(self.roles[name].part)
-            parts[part] = model.score(answered, samples.token_ids(), samples.texts)
+            parts[part] = model.score(answered, samples.token_ids(), samples.texts, samples.messages)
             reward_B = reward_B + self.model_weights[part] * parts[part]  # NaN where one of them is
         return samples.replace(reward_B=reward_B, parts=parts)
 
@@ -232,7 +238,8 @@ class RewardModelReader:
     A model with the policy's vocabulary and chat template gets the policy's own tokens, and behind an end token what
     the template has there, such as a line break: the model has learned to score its last token. Another model gets each
     conversation in its own chat template, as `apply_chat_template` of its tokenizer makes it, and a text without a
-    template as its tokenizer makes it, with its own special tokens.
+    template as its tokenizer makes it, with its own special tokens. Of an episode it reads all messages: calls of tools
+    in the policy's words, and results in a user's message, which any template takes.
 
     Args:
         path: folder of the reward model.
@@ -272,13 +279,17 @@ class RewardModelReader:
                     f"{where} chat template, which cannot be applied to row {row} (counted from 0) of {what}: {failure}"
                 )
 
-    def sequences(self, prompts: Prompts, token_ids: list[list[int]], texts: Sequence[str]) -> list[list[int]]:
+    def sequences(
+        self, prompts: Prompts, token_ids: list[list[int]], texts: Sequence[str],
+        messages: Sequence[list[Message]] | None = None,
+    ) -> list[list[int]]:  # fmt: skip
         """Prompts with their answers in the model's tokens.
 
         Args:
             prompts: B prompts.
             token_ids: of the B answers, as the policy has written them.
             texts: the same as texts.
+            messages: of B episodes; None: an answer is one message.
 
         Raises:
             RewardError: the chat template fails.
@@ -290,12 +301,21 @@ class RewardModelReader:
         def sequence(row: int) -> list[int]:
             conversation = prompts.conversations.get(row)
             if not (self.has_same_tokens if conversation is None else self.has_same_template):
+                if messages is not None and conversation is not None:
+                    conversation, answers[row] = self._episode(conversation, messages[row])
                 return self._sequence(conversation, asked[row], answers[row])
             end = behind.get(id(conversation), [])
             rest = end[1:] if end[:1] == token_ids[row][-1:] else []
             return [*prompts.token_ids[row], *token_ids[row], *rest]
 
         return [sequence(row) for row in range(len(prompts))]
+
+    def _episode(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[Conversation, str]:
+        """What was said before the last reply of an episode, and the reply."""
+        asked, said = _asked_and_said(conversation, messages)
+        plain = [{name: x for name, x in message.items() if name != "tool_calls"} for message in said]
+        *before, last = next(find_styles(self.tokenizer, [])).written(plain)
+        return replace(conversation, messages=_in_turn([*asked, *before])), last["content"]
 
     def _behind_answer(self, conversation: Conversation) -> list[int]:
         """The tokens that the policy's template has behind an answer, from the end token on; []: it shows no answer."""
@@ -324,10 +344,38 @@ class RewardModelReader:
 
 
 def _with_words(messages: Sequence[Message], replies: Sequence[str]) -> list[Message]:
-    """The messages of an episode, with all that the policy has written in its own. There is one at least."""
+    """The messages of an episode, with all that the policy has written in its own."""
     words = iter(replies)
-    own: list[Message] = [*messages] or [{"role": "assistant"}]  # the environment may fail at its beginning
-    return [m | {"content": next(words, "")} if m["role"] == "assistant" else m for m in own]
+    return [m | {"content": next(words, "")} if m.get("role") == "assistant" else m for m in messages]
+
+
+def _in_turn(messages: Sequence[Message]) -> list[Message]:
+    """The messages, those of a user one after another as one: many templates refuse two."""
+    found: list[Message] = []
+    for message in messages:
+        both = [*found[-1:], message]
+        if len(both) == 2 and all(x["role"] == "user" and isinstance(x["content"], str) for x in both):
+            found[-1] = {"role": "user", "content": "\n\n".join(x["content"] for x in both)}
+        else:
+            found.append(message)
+    return found
+
+
+def _asked_and_said(conversation: Conversation, messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """What an episode begins with, the environment's first words included, and what was said from the first reply on.
+
+    Args:
+        conversation: the prompt.
+        messages: see `Samples.messages`.
+    """
+    begin = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
+    *before, last = conversation.messages
+    words = "".join(message["content"] for message in messages[:begin] if "role" not in message)
+    if words:
+        last = last | {"content": with_words(last["content"], after=words)}
+    nothing: Message = {"role": "assistant", "content": ""}  # the environment may fail at its beginning
+    said = [*messages[begin:]] or [nothing]
+    return [*before, last, *(message for message in messages[:begin] if "role" in message)], said
 
 
 def _rows_of_each_shape(prompts: Prompts) -> list[int]:
@@ -353,13 +401,17 @@ class RewardModelScorer:
         self.engine = engine
         self.section = section
 
-    def score(self, prompts: Prompts, token_ids: list[list[int]], texts: Sequence[str]) -> Tensor:
+    def score(
+        self, prompts: Prompts, token_ids: list[list[int]], texts: Sequence[str],
+        messages: Sequence[list[Message]] | None = None,
+    ) -> Tensor:  # fmt: skip
         """The scores of the completions of all ranks, which every rank must ask for together.
 
         Args:
             prompts: the B prompts that the completions answer.
             token_ids: of the B completions.
             texts: the same as texts.
+            messages: of B episodes; None: an answer is one message.
 
         Returns:
             (B,) float64. NaN, and a warning, where the token cap or the model's positions have no room for a text.
@@ -367,7 +419,7 @@ class RewardModelScorer:
         Raises:
             RewardError: a score is not finite, or the model's chat template fails.
         """
-        sequences = self.reader.sequences(prompts, token_ids, texts)
+        sequences = self.reader.sequences(prompts, token_ids, texts, messages)
         cap, longest = self.engine.config.max_tokens, self.engine.facts.longest
         why = f"raise {self.section}.max_tokens"
         if longest is not None and longest < cap:

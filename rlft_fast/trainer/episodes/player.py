@@ -330,7 +330,7 @@ class EpisodePlayer:
             given = self._made(episode, partial(suffixes.opening, episode.conversation, messages, shown))
             if given is not None and self._has_room(episode, len(given.token_ids), episode.left):
                 episode.add_given(given, shown)
-                episode.conversation = suffixes.opened(episode.conversation, messages)
+                episode.conversation, episode.heard = suffixes.opened(episode.conversation, messages), messages
                 if episode.environment in self._thought_keys:
                     key, prompt = self._thought_keys[episode.environment], prompts.texts[episode.row]
                     episode.history = History(suffixes, key, prompt, episode.conversation)

@@ -22,6 +22,7 @@ from rlft_fast.trainer.prompts import Conversation, Prompts, load_prompts
 from rlft_fast.world import World
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import PAD_TOKEN_ID, VOCAB_SIZE, save_tiny_model
+from tests.trainer.supervised.rows import say
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values, write_rows
 
 MISBEHAVING = HERE.parent.parent / "rewards" / "misbehaving.py"
@@ -259,7 +260,8 @@ def by_turns(prompts, completions, completion_ids, **_):
         {"role": "tool", "name": "add", "content": "8"},
         {"role": "assistant", "content": "It is 8"},
     ]
-    assert prompts == [[{"role": "user", "content": "5+3?"}]] * 2
+    asked = [[{"role": "user", "content": "5+3? Go."}], [{"role": "user", "content": "5+3?"}]]
+    assert prompts == [asked[0], [*asked[1], {"role": "user", "content": "Go."}]]
     return [float(completion == expected) for completion, expected in zip(completions, (talk, [talk[0]]))]
 """
 
@@ -273,7 +275,10 @@ def test_functions_get_the_messages_of_an_episode(conversations, model, tmp_path
     whole, first = Completion(ids, [0.0] * len(ids), "stop", mask=mask), Completion(replies[0], [0.0] * 5, "length")
     call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": {"a": 3}}}
     talk = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "add", "content": "8"}]
-    messages = [[*talk, {"role": "assistant", "content": "It is 8"}], talk[:1]]
+    messages = [
+        [{"content": " Go."}, *talk, {"role": "assistant", "content": "It is 8"}],
+        [{"role": "user", "content": "Go."}, *talk[:1]],
+    ]
     asked = Conversation([{"role": "user", "content": "5+3?"}])
     prompts = Prompts(["5+3?"], [tokenizer.encode("5+3?")], {"answer": ["It is 8"]}, conversations={0: asked})
     (tmp_path / "episodes.py").write_text(EPISODES)
@@ -365,6 +370,32 @@ def test_a_reward_model_of_its_own_kind_scores_conversations_as_transformers_doe
     options = {"tokenize": True, "return_dict": False}
     chats = [own.apply_chat_template(messages, **options) for messages in asked_and_answered(prompts, answers)]
     assert scores.tolist() == pytest.approx(scores_of_transformers(folder, [text, *chats]), abs=1e-5)
+
+
+def test_a_reward_model_of_its_own_kind_reads_all_messages_of_an_episode(model, reward_model, tmp_path):
+    """Its template knows no tools. It read the replies as one answer, without what the environment had said."""
+    policy, folder = with_template(model, TEMPLATE), shutil.copytree(reward_model, tmp_path / "reward")
+    own = with_template(folder, OTHER, turn=True)
+    own.save_pretrained(folder)
+    asked = Conversation([{"role": "user", "content": "5+3?"}])
+    prompts = Prompts(["5+3?"] * 2, [policy.encode("5+3?")] * 2, {}, conversations={0: asked, 1: asked})
+    replies = [policy.encode(text) for text in ("add 3", "It is 8", "8")]
+    ids = [*replies[0], *b"???", *replies[1]]
+    mask = [True] * len(replies[0]) + [False] * 3 + [True] * len(replies[1])
+    first = Completion(ids, [0.0] * len(ids), "stop", mask=mask)
+    second = Completion(replies[2], [0.0] * len(replies[2]), "stop")
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}]
+    said = {"role": "assistant", "content": ""}
+    result = {"role": "tool", "name": "add", "content": "8"}
+    whole = [{"content": " Go."}, said | {"tool_calls": calls}, result, {"role": "user", "content": "So?"}, said]
+    config = toy_config(model, tmp_path, reward={"model": str(folder)}, actor__max_tokens=256)
+    judge = Judge(config, policy, World())
+    judge.use_models({"reward": role_engine(config, "reward", World())})
+    samples = judge.score(prompts, to_samples([(0, first), (1, second)]).replace(messages=[whole, [said]]))
+    answered = "<tool_response>\n8\n</tool_response>\n\nSo?"
+    chats = [say("5+3? Go.", "add 3", answered, "It is 8"), say("5+3?", "8")]
+    read = [own.apply_chat_template(chat, tokenize=True, return_dict=False) for chat in chats]
+    assert samples.parts["model"].tolist() == pytest.approx(scores_of_transformers(folder, read), abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,8 @@ def test_a_thought_is_none_of_the_words(family, history, play, tokenizer):
     said = in_turn(tokenizer, *replies, end=end)
     samples, *_, generator = play(GAME, "GuessNumber", said, family, (end,), history=history)
     assert (samples.parts["environment"].tolist(), samples.counts["turns"].tolist()) == ([1.0], [3.0])
-    assert [message["content"] for message in samples.messages[0]] == ["5", "too low", "8", "too high", "7"]
+    heard = [" Guess.", "5", "too low", "8", "too high", "7"]
+    assert [message["content"] for message in samples.messages[0]] == heard
     contexts = [context for context, *_ in generator.seen]
     text = ""
     for number, (words, answer) in enumerate(zip(replies, ("too low", "too high"), strict=False), start=1):

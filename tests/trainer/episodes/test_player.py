@@ -240,7 +240,7 @@ def test_limits_end_an_episode(play, tokenizer):
     assert generator.episodes == [None]  # no turn follows
     samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, *"123"), max_new_tokens=60)
     assert samples.length_B.tolist() < [60]  # the second answer of the environment has no room
-    assert [message["content"] for message in samples.messages[0]] == ["1", "too low", "2"]  # and is not read
+    assert [message["content"] for message in samples.messages[0]] == [" Guess.", "1", "too low", "2"]  # not read
     assert not samples.stopped_B.any()
     assert samples.counts["stop_max_new_tokens"].tolist() == [1.0]
     samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, "1" * 100), max_new_tokens=60)
