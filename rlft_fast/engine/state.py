@@ -41,7 +41,6 @@ from rlft_fast.models import (
     ValueModel,
     adapter_parameters,
     checkpoint_parts,
-    checkpoint_tensors,
     disabled_lora,
     load,
     local_part,
@@ -326,7 +325,7 @@ class EngineState:
     def checkpoint_parts(self) -> dict[str, list[CheckpointPart]]:
         """What the model's checkpoint has of each of its tensors, by their names in the model."""
         model = self.model.pretrained
-        parts = {name: checkpoint_parts(model, name, x.shape) for name, x in checkpoint_tensors(model).items()}
+        parts = checkpoint_parts(model)
         return token_classifier(model).parts(parts, self.model) if isinstance(self.model, ValueModel) else parts
 
     @torch.no_grad()

@@ -88,19 +88,26 @@ class WeightStream:
 
     def metadata(self) -> list[WeightMetadata]:
         """What the stream will bring, in order. All ranks must call it: adapters of sharded weights are gathered."""
-        parts = ((part, source.dtype) for source in self._sources() for part in self._parts[source.name])
-        return [WeightMetadata(part.name, dtype, part.shape) for part, dtype in parts]
+        found: list[WeightMetadata] = []
+        missing: dict[str, int] = {}  # elements of tensors that other weights have a part of, too
+        for source in self._sources():
+            for part in self._parts[source.name]:
+                missing[part.name] = missing.get(part.name, math.prod(part.shape)) - part.numel
+                if missing[part.name] == 0:
+                    found.append(WeightMetadata(part.name, source.dtype, part.shape))
+        return found
 
     def pieces(self) -> Iterator[Piece]:
         """The weights in pieces no larger than a bucket where they are sharded: it needs no memory but a bucket's.
 
-        A weight that the checkpoint has transposed is one piece.
+        A weight that the checkpoint has transposed is one piece, and so is one that it makes of several.
         """
         return split_pieces(self._stream, self._parts)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights one after the other, each with its name."""
-        return join_pieces(self._stream, self._parts)
+        """Whole weights one after the other, each with its name, as `metadata` has them. No two share elements."""
+        whole = (_whole_piece(name, weight) for name, weight in join_pieces(self._stream))  # in the order of sources
+        return join_pieces(split_pieces(whole, self._parts))
 
     def finish(self) -> None:
         """Reads the rest of the stream, also after an error, because all ranks gather together."""
@@ -170,36 +177,37 @@ def split_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[CheckpointPar
         pieces: pieces of the model's weights.
         parts: for each of the model's weights, the checkpoint's parts in order. They cover the whole weight.
     """
-    transposed = PieceJoiner()
+    transposed, shared = PieceJoiner(), PieceJoiner()
     for piece in pieces:
         own = parts[piece.name]
         if own[0].is_transposed:
             for _, whole in transposed.add(piece):
-                yield Piece(own[0].name, own[0].shape, 0, own[0].of(whole).view(-1), borrowed=False)
+                yield _whole_piece(own[0].name, whole.mT.contiguous())
             continue
         begin, end = piece.offset, piece.offset + piece.data.numel()
         for part in own[bisect_right(own, begin, key=lambda part: part.start) - 1 :]:
-            first, last = max(part.start, begin), min(part.start + math.prod(part.shape), end)
-            if first >= end:
+            first, last = max(part.start, begin), min(part.start + part.numel, end)
+            if first >= end > begin:  # a weight may be empty
                 break
             data = piece.data[first - begin : last - begin]
-            yield Piece(part.name, part.shape, first - part.start, data, piece.borrowed)
+            found = Piece(part.name, part.shape, part.offset + first - part.start, data, piece.borrowed)
+            if part.size is None:
+                yield found
+            else:
+                yield from (_whole_piece(name, whole) for name, whole in shared.add(found))
+    transposed.finish()
+    shared.finish()
 
 
-def join_pieces(
-    pieces: Iterable[Piece], parts: Mapping[str, list[CheckpointPart]] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Joins pieces to whole tensors, and yields each with its name. No two tensors share elements.
+def _whole_piece(name: str, whole: Tensor) -> Piece:
+    return Piece(name, whole.shape, 0, whole.view(-1), borrowed=False)
 
-    Args:
-        pieces: pieces of the model's weights.
-        parts: yield these parts of a checkpoint, by the name of the model's weight; None: the model's own weights.
-    """
+
+def join_pieces(pieces: Iterable[Piece]) -> Iterator[tuple[str, Tensor]]:
+    """Joins pieces to whole tensors, and yields each with its name."""
     joiner = PieceJoiner()
     for piece in pieces:
-        for name, whole in joiner.add(piece):
-            for part in [CheckpointPart(name, whole.shape, 0)] if parts is None else parts[name]:
-                yield part.name, part.of(whole)
+        yield from joiner.add(piece)
     joiner.finish()
 
 

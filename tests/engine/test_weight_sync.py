@@ -6,16 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.weight_sync import Source, checksum, join_pieces, stream_pieces
-from rlft_fast.models import low_rank_factors
+from rlft_fast.engine.weight_sync import Piece, Source, checksum, join_pieces, split_pieces, stream_pieces
+from rlft_fast.models import checkpoint_parts, load_policy, low_rank_factors
 from rlft_fast.models.weights import checkpoint_tensors
 from tests.engine import reference
+from tests.engine.models.every_architecture import MODEL_TYPES, built_model
 from tests.engine.reference import full, make_engine, policy_loss, random_batch
 from tests.support.machine.distributed import run_distributed
 
@@ -85,6 +88,63 @@ def check_stream(engine: FSDPEngine) -> None:
 def test_one_process(case, tiny_model):
     name, config = CASES[case]
     check_stream(trained(tiny_model(name), config))
+
+
+# Their checkpoints have tensors that are made of several: queries, keys and values, gates and what they gate, or the
+# experts of text and of images.
+SHARED = ["hrm_text", "ernie4_5_vl_moe", "qianfan_ocr", "step3p7", "kimi_k25"]
+REORDERED = {
+    "step3p7": ".attn.in_proj_",
+    "kimi_k25": ".wqkv.",
+}  # their rows are in another order: they stay as they are
+
+
+def as_in_its_checkpoint(model: PreTrainedModel) -> dict[str, Tensor]:
+    weights = checkpoint_tensors(model)
+    whole = (Piece(name, x.shape, 0, x.detach().flatten(), borrowed=False) for name, x in weights.items())
+    return dict(join_pieces(split_pieces(whole, checkpoint_parts(model))))
+
+
+@pytest.mark.parametrize("model_type", SHARED)
+def test_tensors_of_the_checkpoint_that_are_made_of_several(model_type, tmp_path):
+    model = built_model(model_type)
+    for x in checkpoint_tensors(model).values():
+        x.data = x.data if x.any() else torch.randn_like(x)  # biases of routers begin at 0
+    model.save_pretrained(tmp_path)
+    stored, written = load_file(tmp_path / "model.safetensors"), as_in_its_checkpoint(model)
+    kept = {name for name in stored if REORDERED.get(model_type, " ") in name}
+    assert bool(kept) == (model_type in REORDERED)
+    for name in stored.keys() - kept:
+        assert torch.equal(written[name], stored[name]), name
+    save_file({name: x.clone() for name, x in written.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    reference.assert_equal(dict(checkpoint_tensors(load_policy(tmp_path).model)), dict(checkpoint_tensors(model)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_architecture_is_written_as_transformers_writes_it(model_type):
+    try:
+        model = built_model(model_type)
+    except AssertionError:
+        pytest.skip("no small model can be built")
+    weights = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
+    stored, written = revert_weight_conversion(model, dict(weights)), as_in_its_checkpoint(model)
+    kept = {name for name in stored if REORDERED.get(model_type, " ") in name}
+    assert written.keys() - stored.keys() <= (weights.keys() if kept else set())
+    for name in stored.keys() - kept:  # transformers keeps its own order of these experts, see `gathered_one_by_one`
+        is_transposed = model_type == "qwen3_vl_moe" and ".experts." in name
+        assert torch.equal(written[name], stored[name].mT if is_transposed else stored[name]), name
+
+
+def test_a_tensor_of_the_checkpoint_without_the_part_of_one(tmp_path):
+    """Converters of transformers make what they can of it, and the other bias would have no values."""
+    model = built_model("ernie4_5_vl_moe")
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    cut = {name: x[:1].clone() for name, x in stored.items() if name.endswith("e_score_correction_bias")}
+    save_file(stored | cut, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"have nothing for .*vision_moe\.gate\.moe_statics\.e_score_correction_bias"):
+        load_policy(tmp_path)
 
 
 def check_on_two(rank: int, folder: Path, memory: bool) -> None:

@@ -45,6 +45,7 @@ _SHOWN = 3  # names in an error message
 _SHOWN_CHARACTERS = 200  # of each of them
 _LARGE_BYTES = 2**30  # of a tensor that gets no memory while a model is built
 _COMPARED_ROWS = 4096  # in one comparison
+_BLOCK = re.compile(r".*?\.\d+\.")
 _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what config.json determines
 _HEAD = re.compile(r"(^|\.)lm_head\.(weight|bias)$")
 _SHARD = re.compile(r"(?P<name>.+)-\d+-of-(?P<total>\d+)\.safetensors")
@@ -188,55 +189,112 @@ def keeps_float32(model: PreTrainedModel, name: str) -> bool:
 
 
 class CheckpointPart(NamedTuple):
-    """A tensor of a checkpoint that holds consecutive elements of one tensor of the model."""
+    """Consecutive elements of a tensor of the model, in a tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
+    """Of the tensor of the checkpoint."""
     start: int
     """Position of the first element in the flattened tensor of the model."""
     is_transposed: bool = False
     """Whether the checkpoint has the last two dimensions in the other order. It is then a whole tensor of the model."""
+    offset: int = 0
+    """Position of the first element in the flattened tensor of the checkpoint."""
+    size: int | None = None
+    """Number of elements; None: the tensor of the checkpoint has no others."""
 
-    def of(self, whole: Tensor) -> Tensor:
-        """The part of a tensor of the model, in the checkpoint's shape."""
-        if self.is_transposed:
-            return whole.transpose(-1, -2).contiguous()
-        return whole.reshape(-1)[self.start : self.start + math.prod(self.shape)].view(self.shape)
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape) if self.size is None else self.size
 
 
-def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[CheckpointPart]:
-    """The tensors of the model's original checkpoint format that make up one tensor of the model.
+def checkpoint_parts(model: PreTrainedModel) -> dict[str, list[CheckpointPart]]:
+    """What the model's original checkpoint format has of each of its `checkpoint_tensors`, by the model's names.
 
-    The weights of each expert are an example. Readers other than transformers 5 know only the original format. A tensor
-    stays whole, under the model's name, if the original tensors are made of several tensors of the model, or of its
-    elements in another order than transposed.
+    The weights of each expert are an example, and queries, keys and values in one tensor. Readers other than
+    transformers 5 know only the original format. A tensor stays whole, under the model's name, if the checkpoint has
+    its elements in another order than transposed or in pieces of rows; and so do those that share a tensor with it.
 
     Args:
-        model: a model on any device. Only its class and configuration matter.
-        name: name of one of the model's `checkpoint_tensors`.
-        shape: unsharded shape of the tensor.
+        model: on any device. Only its class, its configuration, and names and shapes of its tensors matter.
     """
-    whole = [CheckpointPart(name, tuple(shape), 0)]
-    if not math.prod(shape):
-        return whole
-    # Numbers in place of weights show where each row goes. A row has two, because converters squeeze dimensions of 1.
-    numbers = torch.arange(2 * math.prod(shape[:-1])).view(*shape[:-1], 2)
+    blocks: dict[str, dict[str, tuple[int, ...]]] = {}  # no tensor of a checkpoint is made of tensors of two
+    for name, tensor in checkpoint_tensors(model).items():
+        block = _BLOCK.match(name)
+        blocks.setdefault(block[0] if block else "", {})[name] = tuple(tensor.shape)
+    return {name: own for shapes in blocks.values() for name, own in _block_parts(model, shapes).items()}
+
+
+def _block_parts(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[CheckpointPart]]:
+    numbered = _Numbered({name: shape for name, shape in shapes.items() if math.prod(shape)})
     try:
-        stored = revert_weight_conversion(model, {name: numbers})
+        stored = revert_weight_conversion(model, dict(numbered.tensors))
     except (RuntimeError, ValueError, KeyError):
-        return whole
-    parts = []
-    for stored_name, part in stored.items():
-        part = cast(Tensor, part[0] if isinstance(part, list) else part)
-        first = int(part.flatten()[0])
-        if len(stored) == 1 < len(shape) and torch.equal(part, numbers.transpose(-1, -2)):
-            return [CheckpointPart(stored_name, (*shape[:-2], shape[-1], shape[-2]), 0, is_transposed=True)]
-        if part.shape[-1:] != (2,) or not torch.equal(part.flatten(), torch.arange(first, first + part.numel())):
-            return whole
-        start = first // 2 * (shape[-1] if shape else 1)
-        parts.append(CheckpointPart(stored_name, (*part.shape[:-1], *shape[-1:]), start))
-    complete = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
-    return sorted(parts, key=lambda part: part.start) if complete else whole
+        stored = {}
+    parts: dict[str, list[CheckpointPart]] = {name: [] for name in shapes}
+    sharing: list[set[str]] = []  # tensors of the model that are in one tensor of the checkpoint
+    for stored_name, made in stored.items():
+        found = numbered.parts(stored_name, cast(Tensor, made[0] if isinstance(made, list) else made))
+        sharing.append({*found})
+        for name, own in found.items():
+            parts[name] += own
+    whole = {name for name, own in parts.items() if sum(part.numel for part in own) != math.prod(shapes[name])}
+    whole |= {name for name, shape in shapes.items() if not math.prod(shape)}
+    while more := {name for names in sharing if names & whole for name in names} - whole:
+        whole |= more
+    return {
+        name: [CheckpointPart(name, shapes[name], 0)] if name in whole else sorted(own, key=lambda part: part.start)
+        for name, own in parts.items()
+    }
+
+
+class _Numbered:
+    """Numbers in place of weights, which show where each row goes.
+
+    A row has two numbers, because converters squeeze dimensions of 1. A vector has one for each element.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.names, self.shapes = [*shapes], [*shapes.values()]
+        self.tensors: dict[str, Tensor] = {}
+        firsts = [0]
+        for name, shape in shapes.items():
+            own = (*shape[:-1], 2) if len(shape) > 1 else shape
+            self.tensors[name] = torch.arange(firsts[-1], firsts[-1] + math.prod(own)).view(own)
+            firsts.append(firsts[-1] + math.prod(own) + 1)  # a gap: no last row precedes a first row
+        self.firsts = torch.tensor(firsts[:-1])
+
+    def parts(self, stored_name: str, made: Tensor) -> dict[str, list[CheckpointPart]]:
+        """The parts of a tensor of the checkpoint by owner. An owner has none if its elements are in another order."""
+        numbers = made.flatten()
+        ends = (numbers.diff() != 1).nonzero().flatten() + 1
+        bounds = torch.cat([ends.new_zeros(1), ends, ends.new_tensor([len(numbers)])])
+        begins, sizes = numbers[bounds[:-1]], bounds.diff()
+        owners = torch.bucketize(begins, self.firsts, right=True) - 1
+        found: dict[str, list[CheckpointPart]] = {self.names[i]: [] for i in owners.unique().tolist()}
+        shapes = [self.shapes[self.names.index(name)] for name in found]
+        shape = shapes[0]
+        if len(found) == 1 < len(shape) and _equal_transposed(made, self.tensors[next(iter(found))]):
+            part = CheckpointPart(stored_name, (*shape[:-2], shape[-1], shape[-2]), 0, is_transposed=True)
+            return {next(iter(found)): [part]}
+        row, width = (2, shape[-1]) if len(shape) > 1 else (1, 1)  # numbers and elements
+        has_rows = all(x[-1:] == shape[-1:] and len(x) > 1 for x in shapes) and made.shape[-1:] == (2,)
+        are_pieces = len(sizes) == len(found) or int(sizes.min()) > row  # not single rows in another order
+        if not are_pieces or not (has_rows if row == 2 else all(len(x) < 2 for x in shapes)):
+            return found
+        whole = (*made.shape[:-1], width) if row == 2 else tuple(made.shape)
+        starts = begins - self.firsts[owners]
+        for owner, start, size, offset in zip(*(x.tolist() for x in (owners, starts, sizes, bounds[:-1])), strict=True):
+            part = CheckpointPart(
+                stored_name, whole, start // row * width, offset=offset // row * width,
+                size=None if len(sizes) == 1 else size // row * width,
+            )  # fmt: skip
+            found[self.names[owner]].append(part)
+        return found
+
+
+def _equal_transposed(made: Tensor, tensor: Tensor) -> bool:
+    return made.shape == tensor.mT.shape and torch.equal(made, tensor.mT)
 
 
 # ---- which stored tensors make which tensor of the model -------------------------------------------------------------
@@ -495,6 +553,8 @@ def _read(
         made = converter.convert(first, model=None if source.dequantizes else model, config=model.config)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the weights in {folder} that make up {first} do not fit together: {error}") from error
+    if empty := [name for name in source.names(first) if name in targets and name not in made]:
+        raise ValueError(f"the weights in {folder} that make up {first} have nothing for {name_some(empty)}")
     for name, whole in made.items():
         if name in targets:
             whole = whole[0] if isinstance(whole, list) else whole

@@ -247,7 +247,7 @@ def measured() -> dict[str, str]:
     """The time of an update of each padded model that is compared, and of Llama, see `share_of_time`. Takes minutes."""
     timed = [x for x in MODEL_TYPES if answer(x).trains == PADDED and x not in LARGE_LOOPS]
     lengths = {x: FEW if x in SLOW_LOOPS else MIXED for x in ["llama", *timed]}
-    return {x: _coarse(share_of_time(_as_policy(_built(x)), own)) for x, own in lengths.items()}
+    return {x: _coarse(share_of_time(_as_policy(built_model(x)), own)) for x, own in lengths.items()}
 
 
 def written() -> dict[str, str]:
@@ -275,8 +275,8 @@ def _coarse(share: float) -> str:
     return f"{min(steps, key=lambda step: abs(math.log(step / share))):g}"
 
 
-def _built(model_type: str) -> PreTrainedModel:
-    """The small model, of the first class that can be built."""
+def built_model(model_type: str) -> PreTrainedModel:
+    """The small model, of the first class that can be built. Raises AssertionError if none can."""
     for model_class in _classes(model_type):
         with contextlib.suppress(Exception):  # as in `answer`
             return small_model(model_type, model_class)
