@@ -20,6 +20,8 @@ from transformers import (
     DeepseekV4ForCausalLM,
     Gemma3TextConfig,
     Gemma3TextModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Llama4ForConditionalGeneration,
@@ -271,6 +273,25 @@ def test_names_of_tensors_are_cut(folder):
     with pytest.raises(ValueError, match=r"hold a+ \.\.\. a+, for which the .* has no place") as error:
         load_policy(folder)
     assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_tensors_that_old_checkpoints_have_and_config_json_determines(load, tiny_model, tmp_path):
+    """transformers leaves them out: masks and positions, which were buffers that it saved."""
+    sizes = {"vocab_size": 32, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_position_embeddings": 4}
+    GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 1]])).save_pretrained(tmp_path / "gpt_neo")
+    shutil.copytree(tiny_model("llava"), tmp_path / "llava")
+    kept = {name: load(tmp_path / name).backbone.state_dict() for name in ("gpt_neo", "llava")}
+    attention = "transformer.h.0.attn.attention"
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.uint8).tril()
+    change_weights(tmp_path / "gpt_neo", {f"{attention}.bias": mask, f"{attention}.masked_bias": torch.tensor(-1e9)})
+    change_weights(
+        tmp_path / "llava", {"model.vision_tower.vision_model.embeddings.position_ids": torch.arange(4)[None]}
+    )
+    for name, expected in kept.items():
+        found = load(tmp_path / name).backbone.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], weight) for key, weight in expected.items())
 
 
 def test_tied_weights_that_differ(folder):

@@ -46,7 +46,8 @@ _SHOWN_CHARACTERS = 200  # of each of them
 _LARGE_BYTES = 2**30  # of a tensor that gets no memory while a model is built
 _COMPARED_ROWS = 4096  # in one comparison
 _BLOCK = re.compile(r".*?\.\d+\.")
-_RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what config.json determines
+# What config.json determines, under names that models had when they stored it.
+_RECOMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|masked_bias)$")
 _HEAD = re.compile(r"(^|\.)lm_head\.(weight|bias)$")
 _SHARD = re.compile(r"(?P<name>.+)-\d+-of-(?P<total>\d+)\.safetensors")
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}  # safetensors' names; other floats are scales or packed
@@ -337,15 +338,16 @@ def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> 
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     sources: dict[str, _Source] = {}
     extra: list[str] = []
+    known = dict(model.named_buffers()) | targets  # others than the targets follow from config.json
     # A converter joins experts in the order in which they come. In a file experts.10 comes before experts.2.
     for stored in sorted(_stored(folder), key=lambda stored: dot_natural_key(stored.key)):
-        name, pattern = rename_source_key(stored.key, renamings, converters, model.base_model_prefix, targets)
+        name, pattern = rename_source_key(stored.key, renamings, converters, model.base_model_prefix, known)
         if name not in targets and stored.key in targets:  # as in transformers: a renaming of other names fits it, too
             name, pattern = rename_source_key(stored.key, [], [], model.base_model_prefix, targets)
         if name in targets:
             source = sources.setdefault(name, _Source(None if pattern is None else by_pattern[pattern]))
             source.parts.append((pattern or stored.key, stored))
-        else:
+        elif name not in known:
             extra.append(stored.key)
     _keep_prefixes(model, transforms)
     tied = _tied(targets)
