@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rlft_fast.config import OptimizerConfig
 from rlft_fast.engine.torch_optim import TorchOptimizer
-from rlft_fast.models import RLModel, checkpoint_tensors, head_parameters, load_weights, name_some, stored_head
+from rlft_fast.models import RLModel, checkpoint_tensors, head_parameters, load_weights, name_kinds, stored_head
 from rlft_fast.ops import FusedAdamW
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -57,7 +57,7 @@ def parameter_groups(parameters: NamedParameters, config: OptimizerConfig) -> li
     if unused := [pattern for pattern in config.groups if not found[pattern]]:
         raise ValueError(
             f"optimizer.groups has the pattern {unused[0]!r}, which no trained parameter is left for; their names are "
-            f"{name_some([name for name, _ in trained])}"
+            f"{name_kinds(name for name, _ in trained)}"
         )
     groups = []
     for pattern, members in found.items():

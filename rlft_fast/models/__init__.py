@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         local_part,
         materialize,
         model_checksum,
+        name_kinds,
         name_some,
     )
 
@@ -142,6 +143,7 @@ __all__ = [
     "low_rank_factors",
     "materialize",
     "model_checksum",
+    "name_kinds",
     "name_some",
     "needs_more_than_boundaries",
     "packed_attention",

@@ -49,7 +49,8 @@ class OptimizerConfig(Section):
     groups: dict[str, dict[Literal["learning_rate", "weight_decay"], NonNegativeFloat]] = Field(default={})
     """Learning rates and weight decays of parameters by the pattern of their names, which the first one that fits sets.
 
-    For example {"lm_head.*": {learning_rate: 1e-6}}. Names are those of the model's files; * stands for any text."""
+    For example {"lm_head.*": {learning_rate: 1e-6}}. Names are those that transformers gives the weights of a loaded
+    model; * stands for any text."""
     schedule: Annotated[FunctionName, known_or_function(*SCHEDULES)] = Field(
         default="constant",
         description="How the learning rate falls from the warm-up to the end of the run, also over steps that teach "
@@ -209,7 +210,8 @@ class EngineConfig(ModelConfig):
     freeze: tuple[str, ...] = ()
     """Weights that are not trained, by patterns of their names: [model.visual.*], for example, is a vision tower.
 
-    * stands for any text. Names are those of the model's files. With lora, frozen layers get no adapter."""
+    * stands for any text. Names are those that transformers gives the weights of a loaded model; its files may have
+    others. A pattern that fits none is refused, with the names. With lora, frozen layers get no adapter."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss by which the routers of a mixture of experts use all experts alike; 0: none.
 

@@ -29,7 +29,7 @@ from rlft_fast.models import (
     build_policy,
     build_reward_model,
     check_routers,
-    name_some,
+    name_kinds,
     require_divisible_heads,
 )
 from rlft_fast.ops.precision import sums_in_float32
@@ -105,7 +105,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     names = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         if not (found := [name for name in names if fnmatchcase(name, pattern)]):
-            raise ValueError(f"freeze has the pattern {pattern!r}, which fits none of {name_some([*names])}")
+            raise ValueError(f"freeze has the pattern {pattern!r}, which fits none of {name_kinds(names)}")
         for name in found:
             names[name].requires_grad_(False)
 

@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from rlft_fast.files import is_apple_double
 from rlft_fast.models.weights.quantized import dequantizer_of
 
 _SHOWN = 3  # names in an error message
+_SHOWN_KINDS = 12
 _SHOWN_CHARACTERS = 200  # of each of them
 _LARGE_BYTES = 2**30  # of a tensor that gets no memory while a model is built
 _COMPARED_ROWS = 4096  # in one comparison
@@ -455,6 +456,13 @@ def name_some(names: list[str]) -> str:
     """The first few of many names, for a message."""
     shown = ", ".join(brief(name, _SHOWN_CHARACTERS) for name in names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def name_kinds(names: Iterable[str]) -> str:
+    """Names for a message that says which there are. What follows the first number in a name is left out."""
+    kinds = [*dict.fromkeys(re.sub(r"\.\d+\..*", ".*", name) for name in names)]
+    shown = ", ".join(brief(kind, _SHOWN_CHARACTERS) for kind in kinds[:_SHOWN_KINDS])
+    return shown if len(kinds) <= _SHOWN_KINDS else f"{shown} and {len(kinds) - _SHOWN_KINDS} more"
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

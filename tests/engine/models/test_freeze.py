@@ -32,5 +32,8 @@ def test_frozen_layers_have_no_adapter_and_a_pattern_fits(tiny_model):
     adapted = [name for name in names if "lora_A." in name]
     assert adapted
     assert not [name for name in adapted if "visual." in name]
-    with pytest.raises(ValueError, match=r"freeze has the pattern 'tower.*', which fits none of model.visual"):
-        build_model(str(tiny_model("qwen2-vl")), EngineConfig(freeze=("tower.*",)), "logprob", trains=True)
+    with pytest.raises(ValueError, match=r"freeze has the pattern 'visual\.\*', which fits none of ") as error:
+        build_model(str(tiny_model("qwen2-vl")), EngineConfig(freeze=("visual.*",)), "logprob", trains=True)
+    for kind in ("model.visual.patch_embed.proj.weight", "model.visual.blocks.*", "model.language_model.layers.*"):
+        assert f" {kind}," in str(error.value)
+    assert str(error.value).endswith(", lm_head.weight")

@@ -196,7 +196,7 @@ def test_rates_and_decays_of_groups_follow_the_names_of_the_files(tiny_model):
 def test_a_pattern_that_fits_nothing(tiny_model):
     message = (
         r"optimizer\.groups has the pattern 'head\.\*', which no trained parameter is left for; their names are "
-        r"model\.embed_tokens\.weight, "
+        r"model\.embed_tokens\.weight, model\.layers\.\*, model\.norm\.weight, lm_head\.weight$"
     )
     with pytest.raises(ValueError, match=message):
         reference.make_engine(
