@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         load,
         load_critic,
         load_policy,
+        require_same_computation,
     )
     from rlft_fast.models.packed import ModelInputs, final_hidden
     from rlft_fast.models.patch import LogprobOutput, added_keywords, patch_lm_head, unpatch_lm_head
@@ -160,6 +161,7 @@ __all__ = [
     "require_next_token_loss",
     "require_packed_attention",
     "require_positions",
+    "require_same_computation",
     "rope_limits",
     "rotary_positions",
     "sees_ahead",

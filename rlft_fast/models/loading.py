@@ -17,7 +17,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from rlft_fast.models.adapters import initialize_lora
-from rlft_fast.models.architectures import own_implementation, require_causal
+from rlft_fast.models.architectures import layer_configs, own_implementation, require_causal
 from rlft_fast.models.folders import read_config
 from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.value_head import stored_head
@@ -31,6 +31,9 @@ from rlft_fast.models.weights import (
     stored_dtype,
     take_quantization,
 )
+
+# Settings with which the same weights, of the same shapes, compute something else.
+_COMPUTED = ("model_type", "hidden_act", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok")
 
 
 def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace_mib: int | None = None) -> PolicyModel:
@@ -114,6 +117,31 @@ def check_loadable(path: str | Path, model: RLModel) -> None:
         ValueError: as in `load`.
     """
     check_weights(path, model.pretrained, beside=stored_head(path, model))
+
+
+def require_same_computation(path: str | Path, model: PreTrainedModel) -> None:
+    """Refuses a folder whose model would compute something else with its weights than the model that is to get them.
+
+    Raises:
+        ValueError: it is of another type, or has other heads, activations or numbers of experts.
+    """
+    own, other = (_computed(config) for config in (model.config, read_config(path)))
+    if different := [key for key in _COMPUTED if own[key] != other[key]]:
+        shown = ", ".join(f"{key} {_short(other[key])} instead of {_short(own[key])}" for key in different)
+        raise ValueError(
+            f"the weights in {path} are of another model, whose config.json has {shown}: give weights of "
+            f"{type(model).__name__} with these settings, or that folder as the model"
+        )
+
+
+def _computed(config: PreTrainedConfig) -> dict[str, list[Any]]:
+    """The values of each setting in the layers of a text model."""
+    layers = layer_configs(config.get_text_config())
+    return {key: [getattr(layer, key, None) for layer in layers] for key in _COMPUTED}
+
+
+def _short(values: list[Any]) -> str:
+    return repr(values[0]) if values.count(values[0]) == len(values) else repr(values)
 
 
 def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyModel:

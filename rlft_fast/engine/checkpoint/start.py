@@ -8,7 +8,7 @@ from rlft_fast.engine.checkpoint.manager import CheckpointManager, checkpoint_of
 from rlft_fast.engine.checkpoint.manifest import FILE_NAME
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.engine.optimizer import load_masters
-from rlft_fast.models import load_weights, model_checksum, stored_head
+from rlft_fast.models import load_weights, model_checksum, require_same_computation, stored_head
 
 
 def find_start(path: str | Path) -> Path:
@@ -67,6 +67,7 @@ def load_start(engine: FSDPEngine, name: str, path: str | Path) -> None:
             "leave init_from out"
         )
     else:
+        require_same_computation(folder, engine.model.pretrained)
         load_weights(folder, engine.model.pretrained, beside=stored_head(folder, engine.model))
         if engine.optimizer is not None and engine.config.param_dtype == "bfloat16":
             load_masters(str(folder), engine.model, engine.optimizer)

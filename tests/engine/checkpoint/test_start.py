@@ -101,6 +101,24 @@ def test_two_processes_start_from_the_same_bits(tiny_model, tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in masters(own).items())
 
 
+@pytest.mark.parametrize("head", ["logprob", "value"])
+def test_weights_of_a_model_that_computes_something_else_are_refused(head, tiny_model, tmp_path):
+    """Their names and shapes are the same."""
+    path = tiny_model("llama")
+    export_hf(make_engine(path), tmp_path / "hf")
+    engine = make_engine(path, head=head)
+    load_start(engine, "actor", tmp_path / "hf")
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    for changes, message in (
+        (heads, "has num_attention_heads 2 instead of 4, num_key_value_heads 1 instead of 2: give weights of Llama"),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "has model_type 'mistral' instead of 'll"),
+    ):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(written | changes))
+        with pytest.raises(ValueError, match=message):
+            load_start(engine, "actor", tmp_path / "hf")
+
+
 def test_an_adapter_that_does_not_fit_is_refused(tiny_model, tmp_path):
     path, adapter = tiny_model("llama"), tmp_path / "adapter"
     export_hf(make_engine(path, config=LORA), adapter, adapter=True)
