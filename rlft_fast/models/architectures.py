@@ -6,7 +6,7 @@ anything runs. tests/engine/models/test_every_architecture.py checks it with eve
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -202,13 +202,7 @@ def require_fixed_rope(backbone: PreTrainedModel, longest: int) -> None:
     Raises:
         ValueError: a sequence may be too long; the message has the length up to which embeddings stay as they are.
     """
-    for kind, limit in rope_limits(backbone).items():
-        if longest > limit:
-            raise ValueError(
-                f"sequences have up to {longest} tokens, but the {kind} rotary embeddings of "
-                f"{type(backbone).__name__} change beyond {limit} tokens, for all sequences of a pass: limit prompt "
-                f"and completion to {limit} tokens"
-            )
+    _require_within(_rope_bounds(backbone), longest)
 
 
 def rope_limits(backbone: PreTrainedModel) -> dict[str, int]:
@@ -237,20 +231,37 @@ def require_positions(backbone: PreTrainedModel, longest: int) -> None:
     Raises:
         ValueError: a sequence may be too long; the message has the length that the model takes.
     """
-    require_fixed_rope(backbone, longest)
-    most = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or longest
-    if longest > most and _has_table(backbone, most):
-        raise ValueError(
-            f"sequences have up to {longest} tokens, but {type(backbone).__name__} has embeddings of {most} positions: "
-            f"limit prompt and completion to {most} tokens"
-        )
+    _require_within(_bounds(backbone), longest)
 
 
 def position_limit(backbone: PreTrainedModel) -> int | None:
     """The most tokens of a sequence that `require_positions` takes; None: any number."""
+    return min(_bounds(backbone).values(), default=None)
+
+
+def _require_within(bounds: Mapping[str, int], longest: int) -> None:
+    for reason, most in bounds.items():
+        if longest > most:
+            raise ValueError(
+                f"sequences have up to {longest} tokens, but {reason}: limit prompt and completion to {most} tokens"
+            )
+
+
+def _rope_bounds(backbone: PreTrainedModel) -> dict[str, int]:
+    """The most tokens of a sequence for each reason."""
+    name = type(backbone).__name__
+    return {
+        f"the {kind} rotary embeddings of {name} change beyond {most} tokens, for all sequences of a pass": most
+        for kind, most in rope_limits(backbone).items()
+    }
+
+
+def _bounds(backbone: PreTrainedModel) -> dict[str, int]:
+    """See `_rope_bounds`, and of a table of positions."""
     most = getattr(backbone.config.get_text_config(), "max_position_embeddings", None)
-    table = [most] if most is not None and _has_table(backbone, most) else []
-    return min([*rope_limits(backbone).values(), *table], default=None)
+    if most is None or not _has_table(backbone, most):
+        return _rope_bounds(backbone)
+    return _rope_bounds(backbone) | {f"{type(backbone).__name__} has embeddings of {most} positions": most}
 
 
 def _has_table(backbone: PreTrainedModel, num_positions: int) -> bool:
