@@ -266,7 +266,7 @@ def without_nulls(value: Any) -> Any:
 
 def _parsed(columns: Mapping[str, Any], name: str, kind: type) -> Any:
     """The value of a column, which may be JSON text: Arrow cannot hold dicts of many forms in one column."""
-    if (value := columns.get(name)) is None:
+    if (value := columns.get(name)) is None or value == "":  # as CSV has a missing one
         return None
     try:
         found = without_nulls(json.loads(value) if isinstance(value, str) else value)

@@ -235,7 +235,8 @@ def row_images(row: Row, column: str, folder: Path) -> list[ImageSource]:
         ValueError: there are more or fewer placeholders than images, or an image is given in no known form.
     """
     columns = [row.get(name) for name in COLUMNS if name != column]
-    given = iter([x for value in columns for x in (value if isinstance(value, list) else [value]) if x is not None])
+    values = [x for value in columns for x in (value if isinstance(value, list) else [value])]
+    given = iter([x for x in values if not isinstance(x, str | None) or x])  # CSV has "" for none
     sources: list[ImageSource] = []
     for part in image_parts(row[column]):
         value = part.get("path") or part.get("image") or next(given, None)

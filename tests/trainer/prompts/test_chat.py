@@ -340,14 +340,15 @@ def test_tools_and_variables_of_a_row(written, tmp_path, tokenizer):
     rows = [
         {"prompt": "2 + 2?", "tools": written([TOOL]), "chat_template_kwargs": written({"enable_thinking": True})},
         {"prompt": [USER], "tools": written([]), "chat_template_kwargs": None},
+        {"prompt": [USER], "tools": "", "chat_template_kwargs": ""},  # as CSV has missing ones
     ]
     prompts = load(tmp_path, tokenizer, "qwen3", *rows, template_kwargs={"enable_thinking": False})
     options = {"tokenize": False, "add_generation_prompt": True}
     with_tools = tokenizer.apply_chat_template([USER], tools=[TOOL], enable_thinking=True, **options)
     without = tokenizer.apply_chat_template([USER], enable_thinking=False, **options)
-    assert prompts.texts == [with_tools, without]
+    assert prompts.texts == [with_tools, without, without]
     assert ("add" in with_tools, without.endswith("</think>\n\n"), with_tools.endswith("assistant\n")) == (True,) * 3
-    assert prompts.columns["tools"] == [written([TOOL]), written([])]  # a reward function may read them
+    assert prompts.columns["tools"] == [written([TOOL]), written([]), ""]  # a reward function may read them
 
 
 @pytest.mark.parametrize(
