@@ -12,6 +12,10 @@ Template = Callable[[list[Message]], str]
 """Makes the text of messages."""
 
 _PLAIN = {"role", "content"}
+_UNREAD = {  # keys of OpenAI's interface whose words no template reads, and what to do
+    "function_call": "write it as tool_calls, and its result as a message of the role 'tool'",
+    "refusal": "write it as the content",
+}
 _RESULTS = ("tool", "ipython")  # roles whose content some templates write as JSON
 _MARK = "marked"  # stands for the words of a part; a plain word, which templates leave as it is
 _SHOWN = 200  # characters of a value in a message
@@ -43,6 +47,8 @@ def find_mistake(messages: list[Message]) -> str | None:
             return f"message {i} has the role {_short(role)}, expected a text such as 'user'"
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             return f"message {i} has the tool_calls {_short(calls)}, expected a list of mappings"
+        if unread := [key for key in _UNREAD if message.get(key)]:
+            return f"message {i} has a {unread[0]}, which the model would never see: {_UNREAD[unread[0]]}"
         if (found := _mistake_in(message.get("content"), role, bool(calls))) is not None:
             return f"message {i} has the content {found}"
     return None

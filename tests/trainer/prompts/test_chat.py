@@ -149,6 +149,11 @@ def parts(*texts: str) -> list[dict]:
         ({"content": parts("")}, "message 1 has the content [{'type': 'text', 'text': ''}], which has no words"),
         ({"content": 9999 * "a", "role": None}, "message 1 has the role None, expected a text such as 'user'"),
         *(({"content": "hi", "role": role}, f"message 1 has the role {role!r}, expected a text") for role in (5, "")),
+        (
+            {"content": None, "role": "assistant", "function_call": {"name": "add"}},
+            "message 1 has a function_call, which the model would never see: write it as tool_calls",
+        ),
+        ({"content": "", "role": "assistant", "refusal": "No."}, "message 1 has a refusal, which the model would"),
         ({"tool_calls": "add", "role": "assistant"}, "message 1 has the tool_calls 'add', expected a list of mappings"),
         ({"content": 4, "role": "tool"}, "message 1 has the content 4, expected a text"),
         ({"content": 10**6 * [5]}, "message 1 has the content [5, 5, "),
