@@ -116,10 +116,13 @@ class Conversation:
         messages = [m | {"content": marks[i]} if i in marks else m for i, m in enumerate(self.messages)]
         shown = replace(self, messages=messages).render(tokenizer, limits, self.last_words)
         if dropped := [i for i, mark in marks.items() if mark not in shown]:
+            role = self.messages[dropped[0]]["role"]
+            instead = "or leave it out"
+            if role in SYSTEM:
+                instead = "begin the user's first message with its words, or leave it (or data.system_prompt) out"
             raise ValueError(
-                f"the chat template does not show message {dropped[0]}, of the role "
-                f"{self.messages[dropped[0]]['role']!r}, and the model would never see it: give it a role that the "
-                "template knows, or leave it out"
+                f"the chat template does not show message {dropped[0]}, of the role {role!r}, and the model would "
+                f"never see it: give it a role that the template knows, {instead}"
             )
 
 

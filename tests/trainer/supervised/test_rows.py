@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -96,6 +97,13 @@ def test_a_message_that_the_template_drops(tokenizer, tmp_path):
     for row in ({"messages": told}, {"prompt": told[:2], "completion": "b"}):
         with pytest.raises(ValueError, match="row 1: the chat template does not show message 0, of the role"):
             load(tokenizer, tmp_path, [{"messages": say("a?", "b")}, row])
+    # Mistral's template has the system's words before the user's last message, if no answer follows it.
+    shows = "loop.last and message.role == 'user' and messages[0].role == 'system'"
+    last = f"{{% if {shows} %}}{{{{ messages[0].content }}}}{{% endif %}}"
+    tokenizer.chat_template = END.replace("in messages %}", "in messages if message.role != 'system' %}" + last)
+    advice = "begin the user's first message with its words, or leave it (or data.system_prompt) out"
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        load(tokenizer, tmp_path, [{"messages": say("a?", "b")}], system_prompt="Be brief.")
 
 
 def test_a_thought_that_the_template_drops(tokenizer, tmp_path):
