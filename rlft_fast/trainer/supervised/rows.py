@@ -439,6 +439,14 @@ def _require_thought(last: Message, text: str) -> None:
             f"the chat template does not show the thought in the last message's {min(thoughts)!r}, which would not be "
             "learned: give it the key that the template reads, write it into the content, or leave it out"
         )
+    words = _words(last.get("content"))
+    thought = words.partition("</think>")[0].replace("<think>", "").strip() if "</think>" in words else ""
+    if last["role"] == "assistant" and thought not in text:
+        raise ValueError(
+            "the chat template leaves out the thought before </think> in the last message, which would not be learned: "
+            "change the chat template in the model's folder, leave the thought out, or give prompt and completion as "
+            "texts, with data.chat: false"
+        )
 
 
 def _words(content: Any) -> str:

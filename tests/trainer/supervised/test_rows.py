@@ -120,6 +120,20 @@ def test_a_thought_that_the_template_drops(tokenizer, tmp_path):
         load(tokenizer, tmp_path, [{"messages": messages}], max_sequence_tokens=128)
 
 
+def test_a_thought_in_the_words_that_the_template_drops(tokenizer, tmp_path):
+    """DeepSeek-R1's template drops all of them, and Qwen 3's those of earlier turns, and changes line breaks."""
+    tokenizer = copy.deepcopy(tokenizer)
+    given = [{"messages": say("a?", "<think>hm</think>b", "c?", "<think>hm hm</think>d")}]
+    dropped = "{{ message.content.split('</think>')[-1] }}"
+    kept = "{% if loop.last %}{{ message.content.replace('<think>', '<think>\n') }}{% else %}DROPPED{% endif %}"
+    tokenizer.chat_template = END.replace("{{ message.content }}", kept.replace("DROPPED", dropped))
+    rows = load(tokenizer, tmp_path, given, max_sequence_tokens=256)
+    assert shown(tokenizer, rows, 0)[1] == "b<eos><think>\nhm hm</think>d<eos>"
+    tokenizer.chat_template = END.replace("{{ message.content }}", dropped)
+    with pytest.raises(ValueError, match="row 0: the chat template leaves out the thought before </think> in the last"):
+        load(tokenizer, tmp_path, given, max_sequence_tokens=256)
+
+
 def test_texts_without_a_template(tokenizer, tmp_path):
     rows = load(tokenizer, tmp_path, [{"prompt": "a?", "completion": " b"}], chat=False)
     assert shown(tokenizer, rows, 0) == ("a? b<eos>", " b<eos>")
