@@ -352,9 +352,19 @@ class Loss(Way):
         grad_loss = grads[0]
         if grad_loss is None:
             return None, None, None
+        saved = ctx.saved_tensors
         # In place: a second dweight would be the largest tensor of the step. A second backward through the same graph
-        # therefore raises autograd's "modified by an inplace operation".
-        return wanted(tuple(_scaled_(grad, grad_loss) for grad in ctx.saved_tensors), ctx.computed)
+        # therefore raises autograd's "modified by an inplace operation", but not under hooks of saved tensors.
+        scaled_before = getattr(ctx, "versions", None)
+        if scaled_before is not None and any(x._version >= y for x, y in zip(saved, scaled_before, strict=True)):
+            raise RuntimeError(
+                "the gradients of linear_logprob_loss were scaled by an inplace operation in the first backward pass: "
+                "compute the loss again for a second one"
+            )
+        scaled = tuple(_scaled_(grad, grad_loss) for grad in saved)
+        if not torch.compiler.is_compiling():
+            ctx.versions = [x._version for x in scaled]
+        return wanted(scaled, ctx.computed)
 
 
 def _scaled_(x: Tensor, factor: Tensor) -> Tensor:

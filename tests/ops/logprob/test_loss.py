@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss
@@ -92,12 +94,28 @@ def test_constant_loss_has_zero_gradient():
     assert (weight.grad == 0).all()
 
 
-def test_second_backward_is_an_error_not_a_wrong_number():
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, save_on_cpu])  # autograd looks at no version under hooks
+def test_second_backward_is_an_error_not_a_wrong_number(hooks):
     hidden, weight, target, old, advantage = loss_problem()
-    loss = linear_logprob_loss(hidden, weight.requires_grad_(), target, ppo_clip, old, advantage).loss
+    with hooks():
+        loss = 3 * linear_logprob_loss(hidden, weight.requires_grad_(), target, ppo_clip, old, advantage).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
+
+
+def test_second_backward_of_a_loss_that_is_computed_again():
+    hidden, weight, target, old, advantage = loss_problem()
+    weight.requires_grad_()
+
+    def total() -> Tensor:
+        return 3 * linear_logprob_loss(hidden, weight, target, ppo_clip, old, advantage).loss
+
+    (expected,) = torch.autograd.grad(total(), weight)
+    loss = checkpoint(total, use_reentrant=False)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        assert torch.equal(found, expected)
 
 
 # ---- loss functions under torch.compile and in threads -----------------------------------------------------------
