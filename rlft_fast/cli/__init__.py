@@ -36,7 +36,7 @@ COMMANDS = {
     "sft": "fine-tune a model on conversations or texts, as a YAML file says",
     "dpo": "teach a model which answers are preferred, as a YAML file says",
     "reward": "train a reward model on pairs of answers, as a YAML file says",
-    "demo": "teach a small model sums or a tool, in minutes on a CPU",
+    "demo": "teach a small model sums, a tool or pictures, in minutes on a CPU",
     "eval": "measure a model on held-out prompts",
     "data": "show the rows of a configuration as the model will see them",
     "plot": "draw the curves of one or more runs",

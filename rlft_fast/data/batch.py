@@ -54,7 +54,7 @@ class Batch:
         teacher_logprob_TK: (T, K) float32, log-probabilities of these ids under the teacher; -inf: there is no such id.
         rollout_logprob_T: (T,) float32, log-probability of the next token as the generator reported it.
         weight_version_T: (T,) int32, version of the weights that sampled the next token; 0 where none did.
-        logprob_T: (T,) float32, the same under the current policy.
+        logprob_T: (T,) float32, log-probability of the next token under the current policy.
         entropy_T: (T,) float32, entropy of the next-token distribution.
         value_T: (T,) float32, the critic's value of the state before the next token is chosen.
         advantage_T: (T,) float32, advantage of the next token.
