@@ -8,12 +8,12 @@ from rlft_fast.rewards.scoring import RewardFunction
 def load_reward(spec: str) -> RewardFunction:
     """Loads a reward function.
 
+    What the file changes of the process while it is loaded is put back, apart from the recursion limit and the filters
+    of warnings.
+
     Args:
         spec: "module:function" for an importable module (`rlft_fast.rewards:last_number`), or
             "path/to/file.py:function" for a file, relative to the working directory.
-
-    What the file changes of the process while it is loaded is put back, apart from the recursion limit and the filters
-    of warnings.
 
     Raises:
         ValueError: there is no such function; see `rlft_fast.plugins.load_function`.

@@ -35,7 +35,7 @@ def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation) -> 
       and then the mean over the B' sequences with response tokens (GRPO, arXiv 2402.03300).
     - all others: w_t = 1/N over all N response tokens (DAPO, arXiv 2503.14476).
 
-    The denominators are those of the whole batch, so the gradient does not depend on how the sequences are later
+    The denominators belong to the whole batch, so the gradient does not depend on how the sequences are later
     split into micro-batches, ordered, or spread over ranks. Weights sum to 1 in every mode, so that sums of weighted
     metrics are means.
 

@@ -86,7 +86,7 @@ class RewardServerConfig(Section):
     retries: MayChange[Annotated[NonNegativeInt, Field(le=100)]] = 2
     """Further requests after a failed connection, a timeout, or a status 429 or 5xx."""
     judge: JudgeConfig | None = None
-    """The URL is that of a language model, which is asked for a score; null: it is that of a reward server."""
+    """The URL leads to a language model, which is asked for a score; null: it leads to a reward server."""
 
 
 class RewardConfig(Section):
