@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import atexit
 import gc
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -40,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     threads = config.getoption("threads")
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    # To free millions of objects takes seconds, for which the run waits at the end of each process of xdist. Of others,
+    # extension modules report at the exit what they have not seen freed.
+    atexit.register(partial(os._exit, 0) if hasattr(config, "workerinput") else gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -49,10 +54,6 @@ def pytest_collection() -> Generator[None]:
     yield
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or extension modules report at the exit what they have not seen freed
 
 
 @pytest.hookimpl(tryfirst=True)
