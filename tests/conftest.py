@@ -15,6 +15,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support.runs.curves import without_matplotlib
+
 # A busy machine makes single examples slow, which is no failure.
 hypothesis.settings.register_profile("rlft_fast", deadline=None)
 hypothesis.settings.load_profile("rlft_fast")
@@ -153,6 +155,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return folder / name if (folder / name).exists() else save_tiny_model(name, folder / name)
 
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)  # before the runs that the tests of a module share
+def without_curves() -> Iterator[None]:
+    """Runs draw no curve. A module whose tests draw defines this fixture anew."""
+    with without_matplotlib():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

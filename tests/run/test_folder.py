@@ -1,9 +1,11 @@
 """A run writes over nothing but its own files, and resumes nothing but itself."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,19 @@ from rlft_fast.trainer import train
 from rlft_fast.trainer.inputs import identity_of
 from rlft_fast.trainer.prompts import load_data
 from tests.support.machine.privileges import permissions_hold
+from tests.support.runs.curves import without_matplotlib
 from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
 
 
 @pytest.fixture(autouse=True)
-def without_curves() -> None:
-    """Here they are drawn: a run writes over no link in the place of its picture."""
+def without_curves(request: pytest.FixtureRequest) -> Iterator[None]:
+    with contextlib.nullcontext() if "curves" in request.fixturenames else without_matplotlib():
+        yield
+
+
+@pytest.fixture
+def curves() -> None:
+    """They are drawn: a run writes over no link in the place of its picture."""
 
 
 @pytest.fixture
@@ -217,7 +226,7 @@ def test_a_finished_run_says_so(model, tmp_path, capsys):
     assert "there is no checkpoint step_3 in" in refusal(capsys, own, "--resume", "step_3", "--dry-run")
 
 
-def test_a_run_goes_on_and_is_evaluated_from_another_folder(model, tmp_path, monkeypatch, capsys):
+def test_a_run_goes_on_and_is_evaluated_from_another_folder(curves, model, tmp_path, monkeypatch, capsys):
     """Its paths were relative. Links in the place of its files are replaced, and not written through."""
     values = toy_values(model, tmp_path, steps=1, evaluation={"path": "data.jsonl"}, checkpoint__best="accuracy")
     values |= {"model": os.path.relpath(model, tmp_path), "output_dir": "run", "data": {"path": "data.jsonl"}}

@@ -1,21 +1,12 @@
 """Fixtures of the trainer's tests."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.runs.curves import without_matplotlib
 from tests.support.tiny_models import save_tiny_model
-
-
-@pytest.fixture(scope="module", autouse=True)  # before the runs that the tests of a module share
-def without_curves() -> Iterator[None]:
-    """Runs draw no curve. A module whose tests draw defines this fixture anew."""
-    with without_matplotlib():
-        yield
 
 
 @pytest.fixture(scope="module")
