@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import suites
-from tests.suites import COMMON, MOST_COMMITS, NIGHTLY, ROOT, SUITES, Suite
+from tests.suites import COMMON, NIGHTLY, ROOT, SUITES, Suite
 from tests.support.machine.processes import assert_ends
 
 TWO = {"ops": Suite(("csrc",), "THIN=6"), "runs": Suite(("runs", "one.py"), "KILLS=15")}
@@ -111,13 +111,14 @@ def test_a_pass_of_less_than_ci_runs_does_not_count(suite, given, counts):
     assert suites.is_as_strict(TWO[suite], given) == counts
 
 
-def test_the_nightly_run_gets_old(root):
+def test_the_nightly_run_gets_old(root, monkeypatch):
+    monkeypatch.setattr(suites, "MOST_COMMITS", 3)
     assert "never" in str(suites.nightly_warning(root))
     suites.write_passed(NIGHTLY, git(root, "rev-parse", "HEAD").strip(), root)
-    for number in range(MOST_COMMITS):
+    for number in range(3):
         assert suites.nightly_warning(root) is None
         git(root, "commit", "--quiet", "--allow-empty", "--message", f"{number}")
-    assert suites.nightly_warning(root) == f"make nightly passed last {MOST_COMMITS} commits ago: run it"
+    assert suites.nightly_warning(root) == "make nightly passed last 3 commits ago: run it"
     suites.write_passed(NIGHTLY, "0" * 40, root)
     assert "does not have" in str(suites.nightly_warning(root))
 
