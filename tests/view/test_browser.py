@@ -1,13 +1,18 @@
 """The page in a real browser without a window: what a reader sees, and how soon."""
 
 import base64
+import contextlib
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
+import threading
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,24 +65,88 @@ class Element(HTMLParser):
         return self.all(wanted)[0]
 
 
-def dumped(page: Path, view: str, folder: Path) -> str:
-    """The page as the browser has it after its script has run, without a word of complaint."""
-    command = [
-        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}",
-        "--enable-logging=stderr", "--window-size=1200,1800", "--dump-dom", f"file://{page}#{view}",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, timeout=120)
-    complaints = [line for line in done.stderr.decode(errors="replace").split("\n") if "CONSOLE" in line]
-    assert complaints == []
-    text = done.stdout.decode()
-    assert "data-ready-ms" in text[:500], text[:500]
-    return text
+class Browser:
+    """A browser without a window that shows one page after another: its start takes far longer than a page."""
+
+    def __init__(self, folder: Path) -> None:
+        read, self._commands = os.pipe()
+        self._answers, write = os.pipe()
+        command = [
+            str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}",
+            "--window-size=1200,1800", "--remote-debugging-pipe",
+        ]  # fmt: skip
+        # It reads commands from descriptor 3, and writes answers to 4.
+        self._process = subprocess.Popen(
+            ["bash", "-c", f'exec "$@" 3<&{read} 4>&{write}', "bash", *command], pass_fds=(read, write),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(read)
+        os.close(write)
+        self._messages = self._read()
+        self._num_calls = 0
+        self._complaints: list[dict[str, Any]] = []
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """Messages end with a zero."""
+        parts: list[bytes] = []
+        while part := os.read(self._answers, 2**16):
+            *ends, rest = part.split(b"\0")
+            for end in ends:
+                yield json.loads(b"".join([*parts, end]))
+                parts.clear()
+            parts.append(rest)
+
+    def _call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+        self._num_calls += 1
+        to = {} if session is None else {"sessionId": session}
+        message = {"id": self._num_calls, "method": method, "params": params, **to}
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        for answer in self._messages:
+            if answer.get("id") == self._num_calls:
+                assert "error" not in answer, (message, answer)
+                return answer["result"]
+            if answer["method"] in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
+                self._complaints.append(answer["params"])
+        raise RuntimeError(f"the browser has ended, and did not answer to {message}")
+
+    def dumped(self, page: Path, view: str) -> str:
+        """The page as the browser has it after its script has run, without a word of complaint."""
+        watch = threading.Timer(120, self._process.kill)
+        watch.daemon = True
+        watch.start()
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._call("Runtime.enable", session)
+        self._call("Log.enable", session)
+        assert "errorText" not in self._call("Page.navigate", session, url=f"file://{page}#{view}")
+        loaded = 'new Promise(done => document.readyState == "complete" ? done() : addEventListener("load", done))'
+        expression = f"{loaded}.then(() => document.documentElement.outerHTML)"
+        found = self._call("Runtime.evaluate", session, expression=expression, awaitPromise=True, returnByValue=True)
+        self._call("Target.closeTarget", targetId=target)
+        watch.cancel()
+        assert self._complaints == []
+        text = found["result"]["value"]
+        assert "data-ready-ms" in text[:500], text[:500]
+        return text
+
+    def opened(self, page: Path, view: str) -> Element:
+        root = Element()
+        root.feed(self.dumped(page, view))
+        return root
+
+    def close(self) -> None:
+        os.close(self._commands)  # at which it ends
+        try:
+            self._process.wait(30)
+        finally:
+            self._process.kill()
+            os.close(self._answers)
 
 
-def opened(page: Path, view: str, folder: Path) -> Element:
-    root = Element()
-    root.feed(dumped(page, view, folder))
-    return root
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    with contextlib.closing(Browser(tmp_path_factory.mktemp("browser"))) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +162,9 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_curves_steps_and_samples_are_shown(run, tmp_path):
+def test_curves_steps_and_samples_are_shown(run, browser, tmp_path):
     write_view([run], tmp_path / "page.html")
-    page = opened(tmp_path / "page.html", "", tmp_path)
+    page = browser.opened(tmp_path / "page.html", "")
     assert page.one("title").text == page.one("#title").text == str(run)
     (figure,) = page.one("#panels").all("figure")  # the other series is drawn when it is asked for
     assert [part.text for part in figure.one("figcaption").all("span")] == ["Reward, mean", "1"]
@@ -108,9 +177,9 @@ def test_curves_steps_and_samples_are_shown(run, tmp_path):
     assert [part.text for part in second.all(".reward")] == ["reward0.75", "reward1"]
 
 
-def test_hostile_texts_are_shown_as_texts(run, tmp_path):
+def test_hostile_texts_are_shown_as_texts(run, browser, tmp_path):
     write_view([run], tmp_path / "page.html")
-    page = opened(tmp_path / "page.html", "step=39", tmp_path)
+    page = browser.opened(tmp_path / "page.html", "step=39")
     assert page.one("#step").attributes.get("value", "39") == "39"
     groups = page.one("#groups")
     shown = [group.one(".prompt").text for group in groups.all(".group")]
@@ -130,7 +199,7 @@ def test_hostile_texts_are_shown_as_texts(run, tmp_path):
     assert len(page.all("script")) == len(re.findall("<script", (tmp_path / "page.html").read_text()))
 
 
-def test_turns_of_an_episode_are_told_apart(tmp_path):
+def test_turns_of_an_episode_are_told_apart(browser, tmp_path):
     texts = ["Is it?", "<b>yes</b>", "No."]
     turns = [{"sampled": i == 1, "text": text} for i, text in enumerate(texts)]
     turns[1]["reward"] = 0.25
@@ -138,7 +207,7 @@ def test_turns_of_an_episode_are_told_apart(tmp_path):
     odd = ["odd", {"sampled": 1, "text": 3, "reward": "much"}]
     folder = write_run(tmp_path / "run", [sample(1) | {"turns": [*turns, *odd], "environment": "<i>shop</i>"}])
     write_view([folder], tmp_path / "page.html")
-    groups = opened(tmp_path / "page.html", "", tmp_path).one("#groups")
+    groups = browser.opened(tmp_path / "page.html", "").one("#groups")
     (text,), (facts,) = groups.all(".text"), groups.all(".facts")
     assert "environment<i>shop</i>" in facts.text
     assert [part.text for part in text.all(".branch")] == ["branch"]
@@ -147,7 +216,7 @@ def test_turns_of_an_episode_are_told_apart(tmp_path):
     assert [part.text for part in text.all(".earned")] == ["0.25"]
 
 
-def test_samples_of_other_images_are_apart_and_show_them(tmp_path):
+def test_samples_of_other_images_are_apart_and_show_them(browser, tmp_path):
     """By a copy in the page, or by a name: of an image outside the data's folder, and of no image."""
     data = tmp_path / "data"
     data.mkdir()
@@ -159,7 +228,7 @@ def test_samples_of_other_images_are_apart_and_show_them(tmp_path):
     values = {"model": "m", "steps": 1, "output_dir": str(folder), "data": {"path": str(data / "rows.jsonl")}}
     (folder / "config.yaml").write_text(json.dumps(values | {"reward": {"function": "a:b"}}))
     write_view([folder], tmp_path / "page.html")
-    groups = opened(tmp_path / "page.html", "", tmp_path).one("#groups").all(".group")
+    groups = browser.opened(tmp_path / "page.html", "").one("#groups").all(".group")
     assert [len(group.all(".text")) for group in groups] == [2, 1, 1, 1, 1]
     assert [part.text for group in groups for part in group.all("figcaption")] == [*names, "b.png"]
     (shown,) = [image.attributes["src"] for group in groups for image in group.all("img")]
@@ -177,9 +246,9 @@ def test_samples_of_other_images_are_apart_and_show_them(tmp_path):
         ("ratio", [1, 0, 1, 0, *[1] * 5]),
     ],
 )
-def test_tokens_are_colored(overlay, is_colored, run, tmp_path):
+def test_tokens_are_colored(overlay, is_colored, run, browser, tmp_path):
     write_view([run], tmp_path / "page.html")
-    page = opened(tmp_path / "page.html", f"by={overlay}", tmp_path)
+    page = browser.opened(tmp_path / "page.html", f"by={overlay}")
     tokens = [token for text in page.one("#groups").all(".text") for token in text.all("span")]
     assert [token.text for token in tokens] == [f"[{token}]" for token in (5, 6, 9, 7, 7, 8, 4, 4, 4)]  # no tokenizer
     strong = [
@@ -189,11 +258,11 @@ def test_tokens_are_colored(overlay, is_colored, run, tmp_path):
     assert len(page.one("#legend").parts) == 3
 
 
-def test_two_runs_are_beside_each_other(run, tmp_path):
+def test_two_runs_are_beside_each_other(run, browser, tmp_path):
     samples = [sample(40, f"other {i}", prompt="question 1") for i in range(2)]
     other = write_run(tmp_path / "other", samples, [{"step": step, "reward_mean": 0.5} for step in range(1, 11)])
     write_view([run, other], tmp_path / "page.html")
-    page = opened(tmp_path / "page.html", "", tmp_path)
+    page = browser.opened(tmp_path / "page.html", "")
     assert [name.text for name in page.one("#title").all("span")] == [str(run), str(other)]
     (figure,) = page.one("#panels").all("figure")
     assert {path.attributes["class"] for path in figure.all("path")} == {"run0", "run1"}
@@ -204,18 +273,18 @@ def test_two_runs_are_beside_each_other(run, tmp_path):
 
 
 # Names that every object of JavaScript has; the last steps and the largest numbers that are drawn.
-def test_odd_names_and_numbers_are_drawn(run, tmp_path):
+def test_odd_names_and_numbers_are_drawn(run, browser, tmp_path):
     steps, names = (2**53 - 2, 2**53 - 1), ("constructor", "__proto__", "toString")
     odd = write_run(tmp_path / "odd", [], [{"step": step, **dict.fromkeys(names, 1.0)} for step in steps])
     large = write_run(tmp_path / "large", [], [{"step": step, "x": (-1) ** step * 1e300} for step in steps])
     write_view([odd, large], tmp_path / "page.html")
-    page = opened(tmp_path / "page.html", "", tmp_path)
+    page = browser.opened(tmp_path / "page.html", "")
     assert [x.text for x in page.all("figcaption")] == ["__proto__1", "constructor1", "toString1", "x\u22121.00e+300"]
     lines = [path.attributes["d"] for figure in page.all("figure") for path in figure.all("path")]
     assert len(lines) == 4
     assert "NaN" not in "".join(lines)
     write_view([run], tmp_path / "page.html")
-    page = opened(tmp_path / "page.html", "by=constructor", tmp_path)
+    page = browser.opened(tmp_path / "page.html", "by=constructor")
     assert [text.text for text in page.one("#groups").all(".text")] == [f"answer {i}" for i in range(5)]
 
 
@@ -235,7 +304,10 @@ def test_a_thousand_samples_open_within_a_second(tmp_path):
     run = write_run(tmp_path / "run", [sample(1, "word " * 256, prompt=f"question {i // 8}") for i in range(1000)])
     write_tokens(run, 1, columns, 1000)
     write_view([run], run / "view.html")
-    pages = [dumped(run / "view.html", "by=entropy", tmp_path) for _ in range(4)]
+    pages = []
+    for number in range(4):
+        with contextlib.closing(Browser(tmp_path / f"browser_{number}")) as browser:
+            pages.append(browser.dumped(run / "view.html", "by=entropy"))
     first_sample = pages[0].partition('<div class="text">')[2].partition("</div>")[0]
     assert first_sample.count("<span") == 256
     milliseconds = [int(re.findall(r'data-ready-ms="(\d+)"', page)[0]) for page in pages]
