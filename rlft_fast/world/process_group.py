@@ -33,10 +33,10 @@ def init_distributed(timeout_minutes: float = 30) -> World:
     Raises:
         ValueError: this machine has GPUs, but none for this process.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        return World.current()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # a torchrun that is killed cannot end its processes itself
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return World.current()
     if torch.cuda.is_available():
         torch.cuda.set_device(_local_gpu(torch.cuda.device_count()))
     timeout = timedelta(minutes=timeout_minutes)

@@ -1,10 +1,12 @@
 """A rank that is killed, or that fails, is named by those that are left."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +17,10 @@ import torch.distributed as dist
 from rlft_fast.engine import CheckpointError, CheckpointManager
 from rlft_fast.engine.sharding.mesh import device_mesh
 from rlft_fast.errors import RunError
-from rlft_fast.world import World, collective_timeout, naming_lost_ranks
+from rlft_fast.world import World, collective_timeout, init_distributed, naming_lost_ranks
 from rlft_fast.world.failures import LostRankError
 from rlft_fast.world.process_group import _local_gpu, leave_process_group
-from tests.support.machine.distributed import run_distributed
+from tests.support.machine.distributed import run_distributed, start_processes
 
 pytestmark = pytest.mark.dist
 
@@ -118,6 +120,31 @@ def test_a_lost_rank_behind_another_error_is_named():
     world = World(store=dist.HashStore())
     with pytest.raises(LostRankError, match="failed on every rank"), naming_lost_ranks(world, patience_s=0.1):
         raise error
+
+
+def check_an_end_of_torchrun(_: int) -> None:
+    os.environ |= {"TORCHELASTIC_RUN_ID": "as under torchrun", "WORLD_SIZE": "1"}
+    read, write = os.pipe()  # which is at its end when nobody can write to it any more
+    if (torchrun := os.fork()) == 0:
+        try:
+            if os.fork() == 0:
+                init_distributed()
+                os.write(write, b"joined")
+            time.sleep(20)
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb", buffering=0) as ended:
+        assert ended.read(6) == b"joined"
+        os.kill(torchrun, signal.SIGKILL)
+        os.waitpid(torchrun, 0)
+        assert select.select([ended], [], [], 10)[0], "the process goes on"
+        assert ended.read(1) == b""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells of a parent's end on Linux alone")
+def test_a_single_process_ends_with_its_torchrun():
+    start_processes(check_an_end_of_torchrun, 1)
 
 
 def check_abort(rank: int) -> None:
