@@ -73,6 +73,26 @@ def require_usable(config: RunConfig, *, config_path: str | Path | None = None, 
         require_no_link(output / name)
 
 
+def require_restartable(*, resume: bool | str) -> None:
+    """Refuses a run that torchrun would begin again after a failure, instead of continuing it.
+
+    Args:
+        resume: see `train`.
+
+    Raises:
+        ValueError: torchrun restarts its processes, and the run does not resume, or goes back to a named checkpoint.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")  # torchrun tells its processes
+    if resume is True or restarts == "0":
+        return
+    again = f"would go back to {resume} again" if resume else "would not continue what it has saved"
+    raise ValueError(
+        f"torchrun was given --max-restarts {restarts}, and a run that is restarted {again}: start it with --resume "
+        "(in Python with resume=True), which begins a run that has no checkpoint yet, and continues it after a restart; "
+        "or leave --max-restarts out"
+    )
+
+
 def _require_writable(folder: Path) -> None:
     """Raises ValueError if something stands in the place of a folder that a run can write."""
     if folder.is_symlink() and not folder.exists():

@@ -14,6 +14,7 @@ from rlft_fast.run import (
     Trainer,
     by_first,
     require_replayable,
+    require_restartable,
     require_same,
     require_trackers,
     require_usable,
@@ -47,8 +48,9 @@ def train(
     Raises:
         ModuleNotFoundError: a tracker is not installed.
         ValueError: there is no checkpoint of this name, models, data or reward function cannot be used, ``output_dir``
-            is not a run's or holds what this run reads, another run is writing to it, or the run to resume had other
-            data, models or settings, except those that are marked `MayChange`.
+            is not a run's or holds what this run reads, another run is writing to it, the run to resume had other data,
+            models or settings, except those that are marked `MayChange`, or torchrun would restart a run that does not
+            resume.
         RewardError: the reward function failed; a checkpoint holds the last complete step.
         AdvantageError: an advantage of one's own failed; likewise.
         PolicyLossError: a policy loss of one's own failed; likewise, if one process trains, and no model had made an
@@ -67,6 +69,7 @@ def train(
         keep_freed_memory()
     with naming_lost_ranks(world):
         require_usable(config, resume=bool(resume))
+        require_restartable(resume=resume)
         require_trackers(config.log)
         if replay is not None:
             require_replay(config, replay)

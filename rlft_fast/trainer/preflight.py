@@ -23,7 +23,7 @@ from rlft_fast.models import (
     require_positions,
 )
 from rlft_fast.rewards import weighted_sum
-from rlft_fast.run import Store, require_same, require_trackers, require_usable
+from rlft_fast.run import Store, require_restartable, require_same, require_trackers, require_usable
 from rlft_fast.trainer.inputs import (
     Inputs,
     check_support,
@@ -57,6 +57,7 @@ def check_folder(
     """
     output = Path(config.output_dir)
     checks.run(lambda: require_usable(config, config_path=config_path, resume=bool(resume)))
+    checks.run(lambda: require_restartable(resume=resume))
     checks.run(lambda: require_trackers(config.log))
     address, stored = config.checkpoint.store, []
     if address is not None and (store := checks.run(lambda: Store(address))) is not None:

@@ -327,3 +327,19 @@ def test_what_is_where_an_export_writes_first_is_refused_at_the_start(how, name,
     with pytest.raises(ValueError, match=f"{place}.* (is not an export's|is a link, and)"):
         require_usable(toy_config(model, tmp_path))
     assert before.items() <= written(tmp_path).items()
+
+
+def test_a_run_that_torchrun_restarts_has_to_resume(model, tmp_path, capsys, monkeypatch):
+    """The restart would be refused for the checkpoint of the run itself, or `train` would begin again."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    config = config_file(model, tmp_path)
+    message = "torchrun was given --max-restarts 3, and a run that is restarted would not continue what it has saved: "
+    assert f"error: {message}start it with --resume" in refusal(capsys, config, "--dry-run")
+    with pytest.raises(ValueError, match=message):
+        train(toy_config(model, tmp_path))
+    with pytest.raises(ValueError, match="a run that is restarted would go back to step_1 again"):
+        train(toy_config(model, tmp_path), resume="step_1")
+    assert not (tmp_path / "run").exists()
+    assert main(["train", config, "--dry-run", "--resume"]) == 0
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert main(["train", config, "--dry-run"]) == 0
