@@ -152,8 +152,7 @@ def _columns_of(name: str, configs: Mapping[str, EnvironmentConfig], sets: Seque
 
 def why_no_images_in_episodes(config: Config) -> str:
     """Why nobody may show the policy images in the episodes of a run; empty: they may be shown."""
-    served = bool(config.rollout.servers)
-    if config.rollout.backend == "vllm" and (reason := why_no_images(config.model, served=served)):
+    if reason := _why_vllm_takes_none(config):
         return reason
     found = _blind_parts(config)
     return f"images do not reach {' and '.join(found)}: leave out {'them' if len(found) > 1 else 'it'}" if found else ""
@@ -202,10 +201,17 @@ def check_images(config: Config, *given: Prompts) -> None:
             f"{row}, which do not reach {' and '.join(found)}: leave out {'them' if len(found) > 1 else 'it'}, or the "
             "rows with images"
         )
-    if config.rollout.backend == "vllm" and (
-        reason := why_no_images(config.model, served=bool(config.rollout.servers))
-    ):
+    if reason := _why_vllm_takes_none(config):
         raise ValueError(f"{row}, and {reason}")
+
+
+def _why_vllm_takes_none(config: Config) -> str:
+    """Why the run's vLLM is given no images; empty: it takes them, or there is none."""
+    vllm, served = config.rollout.vllm, bool(config.rollout.servers)
+    if config.rollout.backend != "vllm":
+        return ""
+    is_shared = vllm.process == "colocated" and vllm.tensor_parallel_size > 1
+    return why_no_images(config.model, served=served, shared=is_shared)
 
 
 def _blind_parts(config: Config) -> list[str]:

@@ -18,12 +18,13 @@ _MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "id
 """Types of models that were compared on CPUs, where vLLM 0.32 lets no token of Gemma 3's images see later ones."""
 
 
-def why_no_images(path: str, *, served: bool) -> str:
+def why_no_images(path: str, *, served: bool, shared: bool = False) -> str:
     """Why vLLM is given no images; empty if it takes them.
 
     Args:
         path: folder of the policy.
         served: whether vLLM runs in servers.
+        shared: whether several ranks share one vLLM, see `gather_requests`.
 
     Raises:
         ValueError: the folder is missing or unreadable.
@@ -33,6 +34,11 @@ def why_no_images(path: str, *, served: bool) -> str:
     model_type = found[1].model_type
     if served:
         return "vLLM's servers are given no images: set rollout.backend to hf, or leave rollout.servers out"
+    if shared:
+        return (
+            "processes that share a vLLM do not exchange images: set rollout.vllm.tensor_parallel to 1, or "
+            "rollout.backend to hf"
+        )
     if model_type not in _MODELS:
         return f"vLLM is given images of {', '.join(_MODELS)} alone, not of {model_type}: set rollout.backend to hf"
     if find_spec("torchvision") is None:

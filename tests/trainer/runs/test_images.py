@@ -182,6 +182,10 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
             "and vLLM's servers are given no images: set rollout.backend to hf",
         ),
         (
+            {"rollout__backend": "vllm", "rollout__vllm": {"tensor_parallel": 2}},
+            "and processes that share a vLLM do not exchange images: set rollout.vllm.tensor_parallel to 1",
+        ),
+        (
             {"reward": {"model": "."}},
             "which do not reach a reward model: leave out it",
         ),
