@@ -223,9 +223,12 @@ def _remote_sampling(
         models = _started(config, groups, ColocatedWorker, num_training_steps, stack.pop_all())
         stack.callback(models.close)
         remote = RemoteRollout(group, servers)
-        rollout = RolloutBeside(remote, tokenizer, config) if config.rollout.max_staleness else remote
-        stack.pop_all()
-    return SamplingModels(**vars(models), rollout=rollout)
+        rollout: Rollout | RemoteRollout = remote
+        if config.rollout.max_staleness:
+            rollout = RolloutBeside(remote, tokenizer, config)
+            stack.callback(rollout.close)  # before the workers: servers of others outlive them
+        close = stack.pop_all().close
+    return SamplingModels(**{**vars(models), "close": close}, rollout=rollout)
 
 
 def _on_cluster(config: AnyConfig, world: World) -> AnyConfig:

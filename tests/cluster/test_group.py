@@ -5,13 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig
 
 from rlft_fast.cluster import (
     DP_COMPUTE_PROTO,
@@ -28,9 +31,14 @@ from rlft_fast.cluster import (
 )
 from rlft_fast.data import Batch, Share
 from rlft_fast.engine import Engine, FSDPEngine, results
+from rlft_fast.models import load_tokenizer
 from rlft_fast.plugins import load_function
 from rlft_fast.rl import PolicyLoss
-from rlft_fast.rollout import SamplingParams, sample_seeds
+from rlft_fast.rollout import RolloutError, SamplingParams, sample_seeds
+from rlft_fast.rollout.vllm import model_fingerprint
+from rlft_fast.trainer.models import build_models
+from rlft_fast.world import World
+from tests.rollout.vllm.lying_server import LyingServer
 from tests.support.batches import make_batch
 from tests.trainer.toy import toy_config, toy_values
 
@@ -283,3 +291,35 @@ def test_a_loss_from_a_file_reaches_the_workers(actor, tmp_path):
         old_logprob_T=torch.zeros(batch.num_tokens), advantage_T=batch.loss_mask_T.float(), ref_logprob_T=None
     )
     assert actor.update_actor(batch, loss)["grad_norm"] > 0
+
+
+def test_models_that_close_end_what_the_driver_asks(tiny_model, tmp_path, monkeypatch):
+    """A server of others outlives the run, and would go on to sample for it."""
+    monkeypatch.setenv("VLLM_API_KEY", "a secret of the tests")
+    asked, ended = threading.Event(), threading.Event()
+
+    def hang(server: LyingServer, body: dict) -> bytes:
+        asked.set()
+        ended.wait(60)
+        return b""
+
+    server = LyingServer({"/inference/v1/generate": hang})
+    changes = {"backend": "vllm", "servers": [server.url], "max_staleness": 1}
+    values = {f"rollout__{name}": value for name, value in changes.items()}
+    config = toy_config(tiny_model("llama"), tmp_path, **values, cluster={"actor": {"num_workers": 1}})
+    fingerprint = model_fingerprint(AutoConfig.from_pretrained(config.model))
+    server.facts |= {"model": fingerprint, "max_model_len": config.longest_sequence}
+    models = build_models(config, load_tokenizer(config.model), World(), 1)
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            models.rollout.sync()
+            models.rollout.restarts = False
+            answer = thread.submit(models.rollout.generate, [[1, 2]], SamplingParams(n=1, max_new_tokens=4))
+            assert asked.wait(30)
+            models.close()
+            with pytest.raises(RolloutError, match="the generator was closed"):
+                answer.result(timeout=10)
+        finally:
+            ended.set()
+    server.shutdown()
+    server.server_close()
