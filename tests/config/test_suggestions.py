@@ -93,6 +93,12 @@ def test_options_of_vllms_engine():
         "rounds itself with fp8, fp8_per_tensor, fp8_per_channel, fp8_per_block alone: name one of these, or leave it "
         "out"
     ]
+    draft = {"method": "eagle3", "model": "some/draft", "num_speculative_tokens": 3}
+    (line,) = found(speculative_config=draft)
+    assert line.startswith("rollout.vllm: engine_options asks for drafts by eagle3, a model that no sync")
+    assert "drafts by some/draft, " in found(**{"spec-model": "some/draft"})[0]
+    for option in ({"method": "ngram"}, {"model": "ngram"}, draft | {"draft_load_config": {"load_format": "auto"}}):
+        Config.parse(MINIMAL | {"rollout": {"vllm": {"engine_options": {"speculative_config": option}}}})
 
 
 def test_all_rules_that_are_broken_are_told():

@@ -39,6 +39,8 @@ _REFUSED = {
 }  # fmt: skip
 # By which vLLM rounds each new version of the weights itself.
 _ONLINE_FLOAT8 = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+# Of speculative decoding, without a draft model.
+_DRAFTED_BY_RULE = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class")
 _OF_PROCESSES = ("data_parallel", "pipeline_parallel", "prefill_context_parallel", "decode_context_parallel")
 
 
@@ -81,6 +83,22 @@ class VLLMConfig(Section):
                 yield f"engine_options has {name}, which the run sets by {_OUR_KEYS[key]}: set this key"
             elif (why := _why_refused(key)) is not None:
                 yield f"engine_options has {name}, {why}: leave it out"
+
+    @rule
+    def _no_draft_is_random(self) -> Iterator[str]:
+        """vLLM starts without weights. A draft model would start so, too, and no sync brings its weights."""
+        options = {name.replace("-", "_"): value for name, value in self.engine_options.items()}
+        given = options.get("speculative_config")
+        given = given if isinstance(given, dict) else {}
+        places = given.get("method"), options.get("spec_method"), given.get("model"), options.get("spec_model")
+        method = next((own for own in places if own is not None), None)
+        has_weights = self.adapter or "draft_load_config" in given
+        if method is not None and method not in _DRAFTED_BY_RULE and not has_weights:
+            yield (
+                f"engine_options asks for drafts by {method}, a model that no sync brings weights to, and whose drafts "
+                "would be random: take method ngram or suffix, or, for servers, add draft_load_config: {load_format: "
+                "auto} to speculative_config"
+            )
 
     @property
     def tensor_parallel_size(self) -> int:
