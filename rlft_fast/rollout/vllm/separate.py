@@ -140,9 +140,10 @@ def _init_info(backend: str, config: VLLMConfig) -> Any:
 
         return IPCTrainerInitInfo(rank=0, packed=True)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-    from vllm.utils.network_utils import get_ip, get_open_port
+    from vllm.utils.network_utils import get_open_port
 
-    return NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + config.tensor_parallel_size, rank=0)
+    # Both ends are on this machine. vLLM's own address of it may be another one's, if machines share VLLM_HOST_IP.
+    return NCCLTrainerInitInfo("127.0.0.1", get_open_port(), 1 + config.tensor_parallel_size, rank=0)
 
 
 def stream_source(stream: WeightStream) -> Any:

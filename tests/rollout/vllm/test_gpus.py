@@ -1,6 +1,7 @@
 """Which GPUs vLLM gets, and when it takes their memory; without a GPU, and without vLLM."""
 
 import os
+import socket
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,8 +13,9 @@ from rlft_fast.config import RolloutConfig
 from rlft_fast.config.schema.rollout import VLLMConfig
 from rlft_fast.rollout import SampledModel
 from rlft_fast.rollout.vllm.colocated import VLLMGenerator, _check_separate_gpus, environment
-from rlft_fast.rollout.vllm.separate import _process_environment
+from rlft_fast.rollout.vllm.separate import _init_info, _process_environment
 from rlft_fast.world import World
+from tests.support.runs.vllm_rollouts import needs_vllm
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,15 @@ def test_a_process_beside_one_of_torchrun_has_a_store_of_its_own(monkeypatch):
         store.set("own", "yes")
         assert (store.get("own"), rank, world_size) == (b"yes", 0, 1)
     assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+@needs_vllm
+def test_a_group_of_nccl_meets_on_its_own_machine(monkeypatch):
+    """Where the environment of one machine is given to all."""
+    monkeypatch.setenv("VLLM_HOST_IP", "203.0.113.7")
+    info = _init_info("nccl", VLLMConfig(process="separate", transfer="nccl", tensor_parallel=2))
+    socket.create_server((info.master_address, info.master_port)).close()
+    assert info.world_size == 3
 
 
 class Sleeping(VLLMGenerator):
