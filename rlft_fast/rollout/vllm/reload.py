@@ -102,10 +102,10 @@ def renew_packed_weights(model: nn.Module) -> None:
 
 
 def _compared(model: nn.Module) -> dict[str, Tensor]:
-    """Some elements of each parameter."""
+    """The bytes of some elements of each parameter, whose dtype and whose size a reload may change."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.numel() and parameter.is_floating_point():
             flat = parameter.detach().reshape(-1)
-            found[name] = flat[:: max(len(flat) // _NUM_COMPARED, 1)].clone()
+            found[name] = flat[:: max(len(flat) // _NUM_COMPARED, 1)].clone().view(torch.uint8)
     return found
