@@ -132,8 +132,10 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
         library("_planner", "cxx", [*ROOT.glob("csrc/host/*.cpp")], pybind, "")
     if "_C_cuda" in outputs:
         nvcc = find_nvcc()
+        # nvcc takes the system's g++ otherwise, which may be newer than it knows; NVCC_CCBIN is its own variable.
+        host = f"-ccbin {cxx} " if "CXX" in os.environ and "NVCC_CCBIN" not in os.environ else ""
         lines.append(
-            f"rule nvcc\n  command = {shell_word(nvcc)} -MD -MF $out.d -std=c++20 -O3 --threads 4 -Xptxas -v "
+            f"rule nvcc\n  command = {shell_word(nvcc)} {host}-MD -MF $out.d -std=c++20 -O3 --threads 4 -Xptxas -v "
             f"-Xcompiler -fPIC,-fvisibility=hidden {python} {gencode(nvcc)} $flags -c $in -o $out "
             "> $out.ptxas 2>&1 || (cat $out.ptxas; false)\n  depfile = $out.d\n  deps = gcc"
         )

@@ -178,6 +178,17 @@ def test_kernels_that_torch_would_not_load_are_left_out(cuda, asked, compiled, t
     assert says_so == (cuda is None and not compiled)
 
 
+@pytest.mark.parametrize(("own", "given"), [({}, True), ({"NVCC_CCBIN": "g++-12"}, False)])
+def test_nvcc_compiles_with_the_compiler_of_cxx(own, given, tmp_path):
+    """The host's half of a kernel: the system's g++ may be newer than nvcc takes. A variable of nvcc's own wins."""
+    nvcc = pretend_program(tmp_path / "cuda" / "bin" / "nvcc", "exit 1")
+    compiler = pretend_program(tmp_path / "a compiler" / "g++", "exit 1")
+    pretend_torch(tmp_path, "13.0")
+    failed_build(os.environ["PATH"], str(tmp_path), CUDA_HOME=str(nvcc.parents[1]), CXX=str(compiler), **own)
+    (rule,) = re.findall(r"command = (\S*nvcc .*)", (tmp_path / "build.ninja").read_text())
+    assert (f"-ccbin '{compiler}' " in rule) == given
+
+
 @pytest.mark.parametrize(("known", "compiled"), [("80 89 90", "80 90a 90"), ("80 90 100 120", "80 90a 100 90")])
 def test_an_nvcc_compiles_for_the_gpus_that_it_knows(known, compiled, tmp_path):
     """nvcc of CUDA 12.6 does not know sm_100, and ends where it is asked for it."""
