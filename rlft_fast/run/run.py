@@ -215,10 +215,12 @@ class Run:
 
     @contextlib.contextmanager
     def _copied(self) -> Iterator[None]:
-        """At the end, the store has what the folder has."""
+        """At the end, the store has what the folder has; not after a second Ctrl-C, since a copy may take minutes."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
+                raise
             try:
                 self._copy()
             except StoreError as failure:

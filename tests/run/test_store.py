@@ -127,6 +127,21 @@ def test_a_checkpoint_stays_until_it_is_copied(tmp_path, monkeypatch):
     assert found == [(f"step_{step:08d}", True) for step in (1, 2, 3, 4)]
 
 
+def test_a_second_ctrl_c_begins_no_copy(tmp_path):
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    settings = {"checkpoint__max_num": 1, "checkpoint__store": ADDRESS}
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        count(tmp_path, {("train_step", 3): twice}, **settings)
+    assert not isinstance(stopped.value, Interrupted)
+    assert checkpoints(tmp_path) == ["step_00000003"]
+    assert Store(ADDRESS).checkpoints() == []
+    count(tmp_path, resume=True, **settings)
+    assert Store(ADDRESS).checkpoints() == checkpoints(tmp_path) == ["step_00000006"]
+
+
 def test_another_machine_goes_on(tmp_path):
     whole, lost = tmp_path / "whole", tmp_path / "lost"
     for folder in (whole, lost):
