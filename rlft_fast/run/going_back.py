@@ -40,7 +40,7 @@ def keep_later(run: Path, step: int, checkpoints: Sequence[Path], *, best: bool)
     for path in (*moved, *step_files_after(run, step), *checkpoints):
         target = kept / path.relative_to(run)
         target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(target)
+        shutil.move(path, target)  # which copies where a folder of the run is a link to another disk
     return kept
 
 

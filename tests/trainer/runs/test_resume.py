@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,21 @@ def test_going_back_to_a_named_checkpoint(expected, tmp_path, capsys):
     with without_matplotlib():
         Run(loaded).run(resume=True)  # the earlier run goes on where it was
     assert result_of(tmp_path, "run/later.1")["hf/total.json"] == (run / "hf/total.json").read_text()
+
+
+def test_going_back_where_checkpoints_lie_on_another_disk(expected, tmp_path):
+    """Where the first disk became too small. A folder cannot be renamed to another disk."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("one disk")
+    count(tmp_path)
+    run = tmp_path / "run"
+    with tempfile.TemporaryDirectory(dir=shared) as other:
+        shutil.move(run / "checkpoints", other)
+        (run / "checkpoints").symlink_to(Path(other, "checkpoints"))
+        assert resumed(tmp_path, resume="step_3") == expected
+        assert checkpoints(tmp_path) == ["step_00000003", "step_00000006"]
+    assert result_of(tmp_path, "run/later.1") == expected
 
 
 @pytest.mark.parametrize(
