@@ -1,5 +1,6 @@
 """Generators by vLLM.
 
+checks           refuses settings with which vLLM cannot work here
 colocated        vLLM inside the training process
 separate         vLLM in a process beside the training
 stepping         requests of many threads to a vLLM in another process
@@ -18,7 +19,8 @@ worker           the receiving side of weights, which vLLM's workers import
 """
 
 from rlft_fast.rollout.vllm.adapter import check_adapter
-from rlft_fast.rollout.vllm.colocated import ColocatedVLLM, check_vllm, transfer_backend
+from rlft_fast.rollout.vllm.checks import check_vllm, transfer_backend
+from rlft_fast.rollout.vllm.colocated import ColocatedVLLM
 from rlft_fast.rollout.vllm.images import why_no_images
 from rlft_fast.rollout.vllm.reload import check_transfer
 from rlft_fast.rollout.vllm.requests import check_structured

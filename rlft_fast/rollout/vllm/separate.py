@@ -15,7 +15,8 @@ from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightMetadata, WeightStream
 from rlft_fast.integrations.vllm import BACKEND, ENDS_WITH_PARENT
 from rlft_fast.rollout.types import SampledModel, Span
-from rlft_fast.rollout.vllm.colocated import VLLMGenerator, environment, start_llm, transfer_backend
+from rlft_fast.rollout.vllm.checks import transfer_backend
+from rlft_fast.rollout.vllm.colocated import VLLMGenerator, environment, start_llm
 from rlft_fast.rollout.vllm.stepping import Stepping
 from rlft_fast.rollout.vllm.weight_sender import send_weights
 from rlft_fast.world import World

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from rlft_fast.config import RolloutConfig
 from rlft_fast.config.schema.rollout import VLLMConfig
 from rlft_fast.rollout import SampledModel
-from rlft_fast.rollout.vllm.colocated import VLLMGenerator, _check_separate_gpus, environment
+from rlft_fast.rollout.vllm.checks import _check_separate_gpus
+from rlft_fast.rollout.vllm.colocated import VLLMGenerator, environment
 from rlft_fast.rollout.vllm.separate import _init_info, _process_environment
 from rlft_fast.world import World
 from tests.support.runs.vllm_rollouts import needs_vllm
