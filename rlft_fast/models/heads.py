@@ -188,6 +188,24 @@ class LogprobHead(nn.Module):
         return result._replace(**{name: _reshaped(x, *target.shape, *x.shape[1:]) for name, x in statistics.items()})
 
 
+class ScalarHead(nn.Module):
+    """A linear layer to one number for each hidden state. The number is float32, whatever the dtype of the layer.
+
+    In bfloat16, values and rewards near 10 would be multiples of 1/16.
+
+    Args:
+        layer: whose weight and bias it has.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(*, 1) float32, given (*, D)."""
+        return linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
 def _without_entropy(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "return_entropy"}
 
@@ -530,7 +548,7 @@ class ValueModel(_HeadedModel):
         self.choose_way(backbone)
         config, device = backbone.config.get_text_config(), next(backbone.parameters()).device
         size = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT may project its final hidden states
-        self.head = nn.Linear(size, 1, device=device, dtype=backbone.dtype)
+        self.head = ScalarHead(nn.Linear(size, 1, device=device, dtype=backbone.dtype))
         self.initialize_head()
 
     @torch.no_grad()
@@ -545,7 +563,7 @@ class ValueModel(_HeadedModel):
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 values."""
         hidden_AD = self.run_backbone(self.backbone, inputs).index_select(0, inputs.active_index_A)
-        return _reshaped(self.head(hidden_AD.to(self.head.weight.dtype)).float(), *inputs.target_A.shape)
+        return _reshaped(self.head(hidden_AD), *inputs.target_A.shape)
 
 
 class RewardModel(_HeadedModel):
@@ -557,12 +575,14 @@ class RewardModel(_HeadedModel):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        if not isinstance(getattr(model, "score", None), nn.Linear):
+        score = getattr(model, "score", None)
+        if not isinstance(score, nn.Linear):
             above = ", ".join(name for name, child in model.named_children() if child is not model.base_model)
             raise ValueError(
                 f"{type(model).__name__} classifies by {above or 'modules of its own'}, not by one linear layer score: "
                 "choose a reward model of a causal language model (Llama, Qwen, Gemma, ...)"
             )
+        model.score = ScalarHead(score)
         self.model = model
         self.choose_way(model)
 
@@ -574,11 +594,14 @@ class RewardModel(_HeadedModel):
     def backbone(self) -> PreTrainedModel:
         return cast(PreTrainedModel, self.model.base_model)
 
+    @property
+    def head(self) -> ScalarHead:
+        return cast(ScalarHead, self.model.score)
+
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 rewards at the active positions."""
-        hidden_UD = self.run_backbone(self.backbone, inputs)
-        score = cast(nn.Linear, self.model.score)
-        return _reshaped(score(hidden_UD.index_select(0, inputs.active_index_A)).float(), *inputs.target_A.shape)
+        hidden_AD = self.run_backbone(self.backbone, inputs).index_select(0, inputs.active_index_A)
+        return _reshaped(self.head(hidden_AD), *inputs.target_A.shape)
 
 
 RLModel = PolicyModel | ValueModel | RewardModel

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM, MambaForCausalLM
 
 from rlft_fast.config import EngineConfig
+from rlft_fast.engine.sharding import build
 from rlft_fast.models import build_policy
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
@@ -130,6 +131,23 @@ def test_gradients_of_many_micro_batches_are_added_in_float32(tiny_model):
     batch = random_batch(64)
     norms = [engine.train_step(batch, policy_loss())["grad_norm"] for engine in (many, one)]
     assert math.isclose(*norms, rel_tol=5e-3)
+
+
+@pytest.mark.parametrize("config", [{}, PURE, {"lora": {"rank": 4}}], ids=["mixed", "pure", "lora"])
+@pytest.mark.parametrize("head", ["value", "score"])
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["narrow", "fsdp"])
+def test_values_and_scores_are_sums_in_float32(is_wrapped, head, config, tiny_model, monkeypatch):
+    """In bfloat16, those near 10 would be multiples of 1/16."""
+    monkeypatch.setattr(build, "is_wrapped", lambda *_: is_wrapped)
+    engine = make_engine(tiny_model("llama-reward"), max_tokens=1000, dtype="bfloat16", head=head, config=config)
+    torch.nn.init.constant_(engine.model.head.weight, 2.0)
+    hidden, batch = [], random_batch()
+    engine.model.head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    found = engine.infer(batch, (head,))[head][batch.loss_mask_T]
+    assert {x.dtype for x in hidden} == {torch.bfloat16}
+    wanted = 2.0 * torch.cat(hidden).double().sum(-1)
+    assert wanted.abs().max() > 10
+    torch.testing.assert_close(found.sort().values, wanted.float().sort().values, rtol=1e-5, atol=1e-4)
 
 
 def test_pure_bfloat16_cannot_compute_in_float32():
