@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from rlft_fast.config import OptimizerConfig
 from rlft_fast.errors import brief
-from rlft_fast.models import RewardModel, RLModel
+from rlft_fast.models import RLModel
 from rlft_fast.ops import FusedAdamW
 from rlft_fast.plugins import suggestion
 
@@ -201,7 +201,7 @@ def end_parameters(model: nn.Module) -> list[Tensor]:
     """The weights of embeddings, and of the head of a model that has one; and biases, of experts in one tensor, too."""
     ends: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if isinstance(model, RLModel):
-        ends.append(cast(Any, model.pretrained).score if isinstance(model, RewardModel) else model.head)
+        ends.append(model.head)
     biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
     return [*(parameter for module in ends for parameter in module.parameters()), *biases]
 

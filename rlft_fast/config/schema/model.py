@@ -101,7 +101,8 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] = ("all-linear",)
     """Names of linear layers, as in peft, or of the matrices of experts, such as gate_up_proj and down_proj.
 
-    all-linear: every linear layer and all experts of the blocks; lm_head: the head."""
+    all-linear: every linear layer and all experts of the blocks; lm_head: the head of a policy. The head of a critic or
+    a reward model is trained in full."""
 
 
 class ModelConfig(Section):

@@ -14,10 +14,19 @@ from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.engine.sharding import reshard
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Source, WeightStream
 from rlft_fast.errors import brief
-from rlft_fast.models import CheckpointPart, PolicyModel, ValueModel, local_part, low_rank_factors, name_some
+from rlft_fast.models import (
+    CheckpointPart,
+    PolicyModel,
+    RewardModel,
+    ValueModel,
+    local_part,
+    low_rank_factors,
+    name_some,
+)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 _PREFIX = "base_model.model."
+_HEADS = ("score", "classifier")  # which PEFT trains and keeps beside the adapters of any classifier
 # Settings of PEFT with which W x + (alpha / r) B A x is not the whole adapter, and their values without effect.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "use_rslora": (False, None), "use_dora": (False, None),
@@ -64,10 +73,11 @@ def adapter_config(engine: FSDPEngine) -> dict[str, Any]:
     """
     lora = _require_adapters(engine)
     modules = [name.removesuffix(".weight") for name in low_rank_factors(engine.model)]
+    head = {"modules_to_save": ["score"]} if isinstance(engine.model, RewardModel) else {}
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM" if isinstance(engine.model, PolicyModel) else None,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM" if isinstance(engine.model, PolicyModel) else "SEQ_CLS",
         "base_model_name_or_path": engine.path, "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
-        "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "target_modules": modules,
+        "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "target_modules": modules, **head,
     }  # fmt: skip
 
 
@@ -102,7 +112,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        entries = {"r": int(found["r"]), "lora_alpha": found["lora_alpha"], **found}
+        kept = [name for name in found.get("modules_to_save") or () if name not in _HEADS]
+        entries = {"r": int(found["r"]), "lora_alpha": found["lora_alpha"], **found, "modules_to_save": kept}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"cannot read the adapter in {folder}: {CONFIG}: {brief(error)}") from error
     if other := [name for name, plain in _PLAIN.items() if name in entries and entries[name] not in plain]:
@@ -133,8 +144,10 @@ def _fill(engine: FSDPEngine, tensor: Tensor, stored: Any) -> None:
 
 
 def _tensors(engine: FSDPEngine) -> dict[str, Tensor]:
-    """The parameters of the adapters by PEFT's names."""
+    """The parameters of the adapters, and of a reward model's head, by PEFT's names."""
     found: dict[str, Tensor] = {}
+    if isinstance(engine.model, RewardModel):
+        found |= {f"{_PREFIX}score.{name}": parameter for name, parameter in engine.model.head.named_parameters()}
     for name, (lora_B, lora_A, _) in low_rank_factors(engine.model).items():
         layer = _PREFIX + name.removesuffix(".weight")
         found |= {f"{layer}.lora_A.weight": lora_A, f"{layer}.lora_B.weight": lora_B}

@@ -1,8 +1,8 @@
 """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + (alpha / rank) B A x, W frozen and B = 0 at first.
 
 peft adds the adapters of the blocks. The head has its own adapter (`LogprobHead.add_lora`), because the head never
-forms its logits whole. There is no dropout: with dropout the policy of an update would differ from the policy that
-sampled.
+forms its logits whole. The head of a critic or a reward model is trained itself, because it may be new. There is no
+dropout: with dropout the policy of an update would differ from the policy that sampled.
 """
 
 import contextlib
@@ -22,15 +22,16 @@ from rlft_fast.models.adapters.experts import (
     expert_matrices,
     find_experts,
 )
-from rlft_fast.models.heads import LogprobHead, PolicyModel, RLModel, ValueModel
+from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel
 from rlft_fast.models.weights import local_part
 
 _ADAPTER = "default"
 _HEAD = "lm_head"
+_SCORE = "score"
 
 
 def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str]) -> None:
-    """Adds adapters to the named linear layers and experts, in place, and freezes all other parameters.
+    """Adds adapters to the named linear layers and experts, in place, and freezes all but these and a scalar head.
 
     `initialize_lora` gives the adapters their values.
 
@@ -43,8 +44,8 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
     Raises:
         ImportError: peft is missing.
         ValueError: a name fits no linear layer, all-linear is given for experts of another kind, the rank does not
-            fit experts, or the named head is tied to the embedding. An adapter of a tied head would have to change the
-            embedding, too.
+            fit experts, the named head is a reward model's, or it is tied to the embedding. An adapter of a tied head
+            would have to change the embedding, too.
     """
     if _HEAD in target_modules and not isinstance(model, PolicyModel):
         raise ValueError(f"lora.target_modules has {_HEAD}, which only a policy has: leave it out")
@@ -53,6 +54,12 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
             f"lora.target_modules has {_HEAD}, which in {type(model.pretrained).__name__} is tied to the embedding: "
             "a merged model could not hold both; leave it out"
         )
+    if _SCORE in target_modules and isinstance(model, RewardModel):
+        raise ValueError(
+            f"lora.target_modules has {_SCORE}, the head of a reward model, which is trained in full beside adapters: "
+            "leave it out"
+        )
+    trains_head = isinstance(model, PolicyModel) or not _is_frozen(model.head)
     try:
         import peft
     except ImportError as error:
@@ -86,11 +93,11 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
         adapt_experts(layer, names, rank, alpha / rank)
     if _HEAD in target_modules and isinstance(model, PolicyModel):
         model.head.add_lora(rank, alpha)
-    if isinstance(model, ValueModel):  # as peft's adapters: FSDP takes one dtype of all that a unit trains
+    if not isinstance(model, PolicyModel):  # as peft's adapters: FSDP takes one dtype of all that a unit trains
         model.head.float()
     trained = adapter_parameters(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
+        parameter.requires_grad_(name in trained and (trains_head or "lora_" in name))
 
 
 def _expert_targets(model: RLModel, targets: list[str]) -> list[tuple[nn.Module, list[str]]]:
@@ -151,12 +158,9 @@ def _check_adapted(model: RLModel, targets: list[str]) -> None:
 
 
 def adapter_parameters(model: RLModel) -> dict[str, nn.Parameter]:
-    """The parameters that are trained: all adapters, and the head of a critic, because it starts at 0."""
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if "lora_" in name or (isinstance(model, ValueModel) and name.startswith("head."))
-    }
+    """The parameters that are trained: all adapters, and the head of a critic or a reward model."""
+    head = set() if isinstance(model, PolicyModel) else {id(parameter) for parameter in model.head.parameters()}
+    return {name: x for name, x in model.named_parameters() if "lora_" in name or id(x) in head}
 
 
 def _is_tied(model: RLModel) -> bool:

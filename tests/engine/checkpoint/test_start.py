@@ -6,11 +6,13 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
 from rlft_fast.engine.checkpoint import find_start, load_start
 from rlft_fast.models import low_rank_factors
+from rlft_fast.rl import BradleyTerryLoss
+from tests.engine import reference
 from tests.engine.reference import make_engine, policy_loss, random_batch
 from tests.support.machine.distributed import run_distributed
 
@@ -72,6 +74,31 @@ def test_an_adapter_goes_to_peft_and_comes_back(tiny_model, tmp_path):
     )  # PEFT's own file has the same names and values
     load_start(own, "actor", tmp_path / "theirs")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in masters(own).items())
+
+
+def test_an_adapter_of_a_reward_model_has_its_head(tiny_model, tmp_path):
+    path, tokens = tiny_model("llama-reward"), torch.arange(12)[None]
+    lora = {"lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj"]}}
+    source = make_engine(path, head="score", config=lora, optimizer={"learning_rate": 0.05})
+    pairs = random_batch(6).replace(unit_B=torch.arange(6) // 2, reward_B=torch.zeros(6))
+    source.train_step(pairs, BradleyTerryLoss())
+    export_hf(source, tmp_path / "hf")
+    export_hf(source, tmp_path / "adapter", adapter=True)
+    base, merged = (
+        AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
+        for folder in (path, tmp_path / "hf")
+    )
+    before = base(tokens).logits
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).double()
+    torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, rtol=1e-6, atol=1e-5)
+    assert (before - merged(tokens).logits).abs().max() > 1e-3
+    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    for name in ("adapter", "theirs"):
+        own = make_engine(path, head="score", config=lora)
+        load_start(own, "actor", tmp_path / name)
+        reference.assert_equal(masters(own), masters(source))
+    with pytest.raises(ValueError, match=r"no place for base_model\.model\.score\.weight"):
+        load_start(make_engine(tiny_model("llama"), config=lora), "actor", tmp_path / "adapter")
 
 
 def start_sharded(rank, path, folder):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, FalconH1ForCausal
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.models import low_rank_factors
-from rlft_fast.rl import PolicyLoss
+from rlft_fast.rl import BradleyTerryLoss, PolicyLoss
 from tests.engine import reference
 from tests.engine.reference import (
     make_engine,
@@ -151,6 +151,22 @@ def test_critic_with_adapters_trains_its_head_too(tiny_model):
     assert {"model.head.weight", "model.head.bias"} <= engine.state_tensors().keys()
 
 
+@pytest.mark.parametrize("target", ["all-linear", "q_proj"])
+def test_reward_model_with_adapters_trains_its_head_in_full(target, tiny_model):
+    config = {"lora": BLOCKS | {"target_modules": [target]}, "param_dtype": "bfloat16", "cpu_offload": True}
+    path, pairs = tiny_model("llama-reward"), random_batch(6)
+    engine = make_engine(path, head="score", dtype="bfloat16", config=config, optimizer=BIG_STEPS)
+    before = reference.full(engine.model.head.weight)
+    pairs = pairs.replace(unit_B=torch.arange(6) // 2, reward_B=torch.zeros(6))
+    engine.train_step(pairs, BradleyTerryLoss())
+    assert (reference.full(engine.model.head.weight) - before).abs().median() > 0.04
+    assert not any("score" in name for name in low_rank_factors(engine.model))
+    name = "model.score.weight"
+    assert {f"model.{name}", f"optimizer.{name}.exp_avg"} <= engine.state_tensors().keys()
+    frozen = make_engine(path, head="score", config={"lora": BLOCKS, "freeze": ["score.*"]})
+    assert not frozen.model.head.weight.requires_grad
+
+
 # Names of experts in transformers 4 are names of dense layers. Frozen experts get none.
 @pytest.mark.parametrize(
     ("name", "config", "expected"),
@@ -204,14 +220,16 @@ def test_layers_of_mamba(tmp_path):
         ),
         ("mixtral", ["down_proj"], "lora.rank is 12, but adapters of experts need a multiple of 8"),
         ("llama-tied", ["q_proj", "lm_head"], "tied to the embedding"),
+        ("llama-reward", ["q_proj", "score"], "has score, the head of a reward model, which is trained in full beside"),
     ],
 )
 def test_refused_by_name(name, targets, message, tiny_model, tmp_path):
     if name == "gpt2":  # its weights are (in, out)
         GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     path = tmp_path if name == "gpt2" else tiny_model(name)
+    head = "score" if name == "llama-reward" else "logprob"
     with pytest.raises(ValueError, match=message):
-        make_engine(path, config={"lora": {"target_modules": targets, "rank": 12}})
+        make_engine(path, head=head, config={"lora": {"target_modules": targets, "rank": 12}})
 
 
 def test_engine_without_adapters_has_none_to_disable(tiny_model):
