@@ -446,6 +446,14 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
             },
             "filter_by is 'm:h', expected a part of the reward: m:f, m:g, model",
         ),
+        (
+            {"algorithm.policy_loss": "reinforce", "algorithm.epochs": 2},
+            "epochs is 2, but policy_loss: reinforce has no ratio",
+        ),
+        (
+            {"algorithm.policy_loss": "reinforce", "algorithm.rollout_correction": "bypass"},
+            "bypass has no effect with policy_loss: reinforce",
+        ),
         ({"algorithm.correction_high": 2.0}, "none has no bounds"),
         ({"algorithm.correction_low": 0.0}, "none has no bounds"),
         ({"algorithm.rollout_correction": "bypass", "algorithm.correction_high": 2.0}, "bypass has no bounds"),

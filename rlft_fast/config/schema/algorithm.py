@@ -111,9 +111,25 @@ class AlgorithmConfig(Section):
             yield "max_refills replaces the prompts that skip_equal_groups leaves out: set skip_equal_groups, too"
         if self.first_samples is not None and not self.skip_equal_groups:
             yield "first_samples leaves out samples of prompts that skip_equal_groups leaves out: set it, too"
+        if self.policy_loss == "reinforce":
+            yield from self._without_a_ratio()
         bounds = {self.correction_low, self.correction_high} - {None}
         if self.rollout_correction in ("none", "bypass") and bounds:
             yield (
                 f"rollout_correction: {self.rollout_correction} has no bounds: leave out "
                 "correction_low and correction_high"
+            )
+
+    def _without_a_ratio(self) -> Iterator[str]:
+        """Messages about what needs a policy loss that weighs tokens of another policy."""
+        instead = "take a loss with a ratio, such as ppo or cispo"
+        if self.epochs > 1:
+            yield (
+                f"epochs is {self.epochs}, but policy_loss: reinforce has no ratio, and learns from tokens of an "
+                f"earlier policy as if they were its own: set epochs: 1, or {instead}"
+            )
+        if self.rollout_correction == "bypass":
+            yield (
+                "rollout_correction: bypass has no effect with policy_loss: reinforce, which has no ratio: set "
+                f"token-truncate, or {instead}"
             )
