@@ -433,6 +433,16 @@ class Config(RunConfig):
     def _something_teaches(self) -> Iterator[str]:
         if self.algorithm.advantage == "none" and self.teacher is None:
             yield "algorithm.advantage: none learns from a teacher alone: give a teacher section, or another advantage"
+        if self.algorithm.advantage == "none" and self.algorithm.curriculum:
+            yield (
+                "algorithm.curriculum draws prompts whose rewards differ, but advantage: none learns from no reward: "
+                "leave it out"
+            )
+        if self.algorithm.skip_equal_groups and self.teacher is not None:
+            yield (
+                "algorithm.skip_equal_groups leaves out prompts whose samples have equal rewards, but a teacher "
+                "teaches of them, too: leave out one of the two"
+            )
 
     @rule
     def _teacher_and_policy_see_all_tokens(self) -> Iterator[str]:

@@ -164,6 +164,14 @@ def test_one_process_and_two_distil_the_same(model, teacher, tmp_path):
             {"teacher": {"model": "t"}, "algorithm": {"advantage": "none", "kl_coef": 0.1, "kl_in": "reward"}},
             "kl_in: reward has no effect with advantage: none",
         ),
+        (
+            {"teacher": {"model": "t"}, "algorithm": {"skip_equal_groups": True}},
+            "skip_equal_groups leaves out prompts whose samples have equal rewards, but a teacher teaches of them",
+        ),
+        (
+            {"teacher": {"model": "t"}, "algorithm": {"advantage": "none", "curriculum": 0.5}},
+            "curriculum draws prompts whose rewards differ, but advantage: none learns from no reward",
+        ),
         ({"teacher": {"weight": 1.0}}, r"teacher\.model"),
         ({"teacher": {"model": "t", "max_tokens": 13}}, r"teacher\.max_tokens is 13, but a sequence may have 14"),
         ({"teacher": {"model": "t"}, "reward": {}}, "reward.function is needed"),
