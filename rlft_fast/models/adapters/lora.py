@@ -43,9 +43,9 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
 
     Raises:
         ImportError: peft is missing.
-        ValueError: a name fits no linear layer, all-linear is given for experts of another kind, the rank does not
-            fit experts, the named head is a reward model's, or it is tied to the embedding. An adapter of a tied head
-            would have to change the embedding, too.
+        ValueError: a name fits no linear layer, or one that is never called, all-linear is given for experts of another
+            kind, the rank does not fit experts, the named head is a reward model's, or it is tied to the embedding. An
+            adapter of a tied head would have to change the embedding, too.
     """
     if _HEAD in target_modules and not isinstance(model, PolicyModel):
         raise ValueError(f"lora.target_modules has {_HEAD}, which only a policy has: leave it out")
@@ -72,7 +72,13 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
     targets = [name for name in targets if name not in of_experts or _has_linear(model, name)]
     if targets:
         layers = ((name, x) for name, x in model.pretrained.named_modules() if not _is_router(x))
-        linear = {name: x for name, x in layers if isinstance(x, (nn.Linear, Conv1D))}
+        unread = _layers_read_past_adapters(model.pretrained)
+        if asked := [x for x in targets if any(f".{name}".endswith(f".{x}") for name in unread)]:
+            raise ValueError(
+                f"lora.target_modules has {asked[0]}, whose weight is read by the layer around it, past an adapter, "
+                "which would learn nothing: leave it out"
+            )
+        linear = {name: x for name, x in layers if isinstance(x, (nn.Linear, Conv1D)) and name not in unread}
         # A layer that is frozen already never runs.
         frozen = [name for name, x in linear.items() if _is_frozen(x)]
         is_all = targets == ["all-linear"]
@@ -117,6 +123,15 @@ def _has_linear(model: RLModel, name: str) -> bool:
         for key, layer in model.pretrained.named_modules()
         if isinstance(layer, nn.Linear)
     )
+
+
+def _layers_read_past_adapters(model: nn.Module) -> set[str]:
+    """Names of the linear layers that are never called: those of Mamba's time steps, whose weight its scan takes."""
+    return {
+        f"{name}.dt_proj".removeprefix(".")
+        for name, layer in model.named_modules()
+        if hasattr(layer, "dt_proj") and hasattr(layer, "conv1d")
+    }
 
 
 def _is_router(layer: Any) -> bool:

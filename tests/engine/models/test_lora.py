@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconH1Config, FalconH1ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine, export_hf
@@ -203,6 +211,22 @@ def test_layers_of_mamba(tmp_path):
     start, merged = (infer(make_engine(tmp_path / name)) for name in ("model", "hf"))
     assert (infer(engine) - start).abs().max() > 0.1
     torch.testing.assert_close(infer(engine), merged, rtol=0, atol=1e-4)
+
+
+def test_all_adapters_learn_beside_layers_that_are_never_called(tmp_path):
+    """Mamba multiplies by the weight of its time steps itself."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 4,
+        "initializer_range": 0.2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path)
+    engine = trained(tmp_path, BLOCKS, steps=1)
+    names = {"in_proj", "x_proj", "out_proj"}
+    assert {name.split(".")[-2] for name in low_rank_factors(engine.model)} == names
+    assert all(lora_B.any() for lora_B, _, _ in low_rank_factors(engine.model).values())
+    with pytest.raises(ValueError, match="has dt_proj, whose weight is read by the layer around it, past an adapter"):
+        make_engine(tmp_path, config={"lora": BLOCKS | {"target_modules": ["in_proj", "dt_proj"]}})
 
 
 @pytest.mark.parametrize(
