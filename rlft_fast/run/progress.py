@@ -24,7 +24,7 @@ class Progress:
         seconds: of these steps.
         tokens: of these steps, prompts included.
         evaluated: the step after which the last evaluation was.
-        before: metrics of the evaluation before the first step.
+        before: metrics of the evaluation before the first step, as `as_json` gives them.
         examples_before: answers of this evaluation.
         after: metrics of the last evaluation.
         examples_after: answers of this evaluation.
@@ -40,9 +40,9 @@ class Progress:
     seconds: float = 0.0
     tokens: int = 0
     evaluated: int = 0
-    before: dict[str, float] | None = None
+    before: dict[str, float | None] | None = None
     examples_before: list[str] | None = None
-    after: dict[str, float] | None = None
+    after: dict[str, float | None] | None = None
     examples_after: list[str] | None = None
     num_scored: int = 0
     measured: dict[str, Any] | None = None
@@ -97,8 +97,8 @@ class Progress:
         self.tokens += round(metrics["tokens_per_second"] * metrics["seconds"])
 
     def is_best(self, name: str, value: float | None) -> bool:
-        """Whether the value is better than all values so far; None and NaN are none. The best loss is the lowest."""
-        if value is None or math.isnan(value):
+        """Whether the value is better than all values so far, if it is finite. The best loss is the lowest."""
+        if value is None or not math.isfinite(value):
             return False
         if self.best is None:
             return True
@@ -122,6 +122,11 @@ class Progress:
             if self.best is not None:
                 summary |= {"best_step": self.best["step"], f"{self.best['name']}_best": self.best["value"]}
         return summary
+
+
+def as_json(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """The numbers that JSON has, which are finite, and None in place of others."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def measure_of_best(config: RunConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rlft_fast.run.folder import claim, require_same, run_id
 from rlft_fast.run.going_back import keep_later
 from rlft_fast.run.lock import locked
 from rlft_fast.run.profile import profiled
-from rlft_fast.run.progress import Progress, measure_of_best, measure_of_evaluations
+from rlft_fast.run.progress import Progress, as_json, measure_of_best, measure_of_evaluations
 from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
 from rlft_fast.run.records import (
     RunLog,
@@ -263,7 +263,7 @@ class Run:
         STOP.can_leave = self.is_hurried
         if config.evaluation is not None and progress.before is None:
             found = self._evaluate()
-            progress.before, progress.examples_before = found.metrics, found.examples
+            progress.before, progress.examples_before = as_json(found.metrics), found.examples
         self._evaluate_if_due()  # the judge may have failed at it, and the run goes on from there
         while progress.step < config.steps:
             STOP.raise_if_asked(self.world)
@@ -388,7 +388,7 @@ class Run:
         due = evaluation is not None and (is_last or (evaluation.every and progress.step % evaluation.every == 0))
         if due and (progress.evaluated < progress.step or (is_last and progress.after is None)):
             found = self._evaluate()
-            progress.after, progress.examples_after = found.metrics, found.examples
+            progress.after, progress.examples_after = as_json(found.metrics), found.examples
             progress.num_scored = found.num_scored
 
     def _evaluate(self) -> Evaluated:

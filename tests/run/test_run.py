@@ -105,6 +105,18 @@ def test_a_run_without_a_held_out_set(tmp_path, capsys):
     assert "held-out" not in capsys.readouterr().out
 
 
+def test_numbers_that_are_not_finite_are_saved_as_none(tmp_path, capsys):
+    """As a held-out loss of a model that overflows. JSON has no such number, so no checkpoint was written."""
+    with pytest.raises(Interrupted):
+        count(tmp_path, {("train_step", 4): by_signal(signal.SIGTERM)}, accuracy={0: math.inf, 2: math.nan, 4: 1.0})
+    summary = count(tmp_path, accuracy={6: math.nan}, checkpoint__best="accuracy", resume=True)
+    assert checkpoints(tmp_path)[-1] == "step_00000006"
+    text = (tmp_path / "run" / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == summary
+    assert [summary[name] for name in ("accuracy_before", "accuracy_after")] == [None, None]
+    assert "held-out accuracy unknown -> unknown" in capsys.readouterr().out
+
+
 def test_a_curve_that_cannot_be_drawn_costs_nothing(tmp_path):
     in_the_way = tmp_path / "run" / "curve.png"
     with pytest.warns(UserWarning, match=r"^curve\.png cannot be drawn: .* is a folder, .* \(rlft-fast plot "):
@@ -239,7 +251,8 @@ def test_the_best_loss_is_the_lowest_and_the_best_accuracy_the_highest():
     for name, better in (("accuracy_glossary", 0.6), ("held_out_loss_sums", 0.4), ("held_out_pair_accuracy", 0.6)):
         assert progress.is_best(name, better)
         assert not progress.is_best(name, 1 - better)
-        assert [Progress().is_best(name, value) for value in (None, math.nan, -9.0)] == [False, False, True]
+        found = [Progress().is_best(name, value) for value in (None, math.nan, math.inf, -math.inf, -9.0)]
+        assert found == [False, False, False, False, True]
 
 
 def test_the_best_policy_survives_a_run_that_goes_on(tmp_path):
