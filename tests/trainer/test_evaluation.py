@@ -95,16 +95,19 @@ def test_a_model_alone_has_the_numbers_of_its_run(sampled, capsys):
         assert own == {"accuracy": last[f"accuracy_{name}"], "pass_at_4": last[f"pass_at_4_{name}"]}
 
 
-def test_a_model_of_a_run_with_more_processes(sampled, tmp_path, capsys):
+def test_a_model_of_a_run_with_more_processes(sampled, tiny_model, tmp_path, capsys):
     """This is one process. What a user says counts all the same."""
-    values = yaml.safe_load((sampled / "config.yaml").read_text())
-    values["actor"] |= {"shard_size": 2, "sequence_parallel": 2}
+    values, many = yaml.safe_load((sampled / "config.yaml").read_text()), {"shard_size": 2, "sequence_parallel": 2}
+    values["actor"] |= many
+    values["reward"]["models"] = {"helpful": {"model": str(tiny_model("llama-reward")), "weight": 0.0, **many}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))  # the sets have another order
     last = comparable(sampled)[-1]
     metrics = evaluated(sampled / "hf", tmp_path, capsys)
     assert metrics == {name: last[name] for name in metrics}
-    assert main(["eval", str(sampled / "hf"), str(tmp_path / "config.yaml"), "--actor.shard_size", "3"]) == 1
-    assert "shard_size is 3, which does not divide the 1 ranks" in capsys.readouterr().err
+    for section in ("actor", "reward.models.helpful"):
+        options = [f"--{section}.shard_size", "3"]
+        assert main(["eval", str(sampled / "hf"), str(tmp_path / "config.yaml"), *options]) == 1
+        assert "shard_size is 3, which does not divide the 1 ranks" in capsys.readouterr().err
 
 
 def test_a_model_of_a_run_that_sends_adapters_is_sent_whole(sampled, monkeypatch, capsys):

@@ -24,11 +24,13 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(rest)
     if "model" in overrides:
         raise ConfigError(f"MODEL is {options.model}, and --model is {overrides['model']}: leave --model out")
-    of_runs = {
-        "checkpoint.best": "null",  # it names a number that the sets of this evaluation may lack
-        "actor.shard_size": "-1", "actor.sequence_parallel": "1",  # the run may have had more processes
-    }  # fmt: skip
-    config = Config.load(options.config, {**of_runs, **overrides, "model": options.model})
+    # checkpoint.best names a number that the sets of this evaluation may lack.
+    given = {"checkpoint.best": "null", **overrides, "model": options.model}
+    scoring = Config.load(options.config, given).reward.models
+    sections = ["actor", *(f"reward.models.{name}" for name in scoring)]
+    of_processes = {"shard_size": "-1", "sequence_parallel": "1"}  # the run may have had more
+    alone = {f"{section}.{key}": value for section in sections for key, value in of_processes.items()}
+    config = Config.load(options.config, given | {key: x for key, x in alone.items() if key not in overrides})
     if options.samples is not None and (os.path.lexists(options.samples) or not options.samples.parent.is_dir()):
         raise ValueError(f"--samples {options.samples} is there already, or its folder is missing: name a new file")
     from rlft_fast.trainer import evaluate
