@@ -36,6 +36,17 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path):
     assert not (tmp_path / "profile").exists()
 
 
+def test_a_trace_that_cannot_be_written_costs_a_warning(tmp_path):
+    """The step inside is made. The error ended the run before its next save."""
+    (tmp_path / "profile").touch()
+    config, world = ProfileConfig(steps=(1,)), World.current()
+    told = pytest.warns(UserWarning, match=r"^step 1: its trace is not kept: .*profile")
+    with told, profiled(config, tmp_path, 1, world):
+        pass
+    with pytest.raises(FileNotFoundError), profiled(config, tmp_path, 1, world):
+        raise FileNotFoundError  # of the step itself
+
+
 def test_a_cluster_has_no_traces():
     with pytest.raises(
         ConfigError, match=r"^profile traces the processes of torchrun, and the run has a cluster section"
