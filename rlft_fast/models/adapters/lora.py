@@ -8,6 +8,7 @@ dropout: with dropout the policy of an update would differ from the policy that 
 import contextlib
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,8 +45,8 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
     Raises:
         ImportError: peft is missing.
         ValueError: a name fits no linear layer, or one that is never called, all-linear is given for experts of another
-            kind, the rank does not fit experts, the named head is a reward model's, or it is tied to the embedding. An
-            adapter of a tied head would have to change the embedding, too.
+            kind, the rank does not fit experts, the named head is a reward model's, or a weight is that of two layers.
+            An adapter of a head that is tied to the embedding would have to change the embedding, too.
     """
     if _HEAD in target_modules and not isinstance(model, PolicyModel):
         raise ValueError(f"lora.target_modules has {_HEAD}, which only a policy has: leave it out")
@@ -159,16 +160,28 @@ def _check_no_experts(model: RLModel) -> None:
 
 
 def _check_adapted(model: RLModel, targets: list[str]) -> None:
-    """Refuses layers for which peft's adapter is not W x + s B A x, and names that peft silently leaves out."""
+    """Refuses layers for which peft's adapter is not W x + s B A x, and names that peft silently leaves out.
+
+    It refuses weights that several layers have, too, as in Zamba: each layer would have an adapter of its own.
+    """
     adapted = {name: layer for name, layer in model.pretrained.named_modules() if hasattr(layer, "base_layer")}
     kind = type(model.pretrained).__name__
     if unused := [x for x in targets if not any(f".{name}".endswith(f".{x}") for name in adapted)]:
         raise ValueError(f"lora.target_modules has {', '.join(unused)}, but {kind} has no such layer: leave it out")
-    bases = {name: layer.base_layer for name, layer in adapted.items()}
+    bases: dict[str, Any] = {name: layer.base_layer for name, layer in adapted.items()}
     if other := [name for name, base in bases.items() if _is_router(base) or not isinstance(base, nn.Linear)]:
         raise ValueError(
             f"lora.target_modules {targets or 'all-linear'} would adapt {other[0]}, which in {kind} is no plain "
             "torch.nn.Linear, and such adapters cannot be merged: name linear layers, or train the whole model"
+        )
+    owners = Counter(id(x) for _, x in model.pretrained.named_parameters(remove_duplicate=False))
+    if tied := [name for name, base in bases.items() if owners[id(base.weight)] > 1]:
+        last = {name.rpartition(".")[2] for name in tied}
+        others = sorted({name.rpartition(".")[2] for name in bases} - last)
+        raise ValueError(
+            f"lora.target_modules {targets or 'all-linear'} would adapt {tied[0]}, whose weight in {kind} is that of "
+            "another layer, too: a merged model could not hold the adapters of both; name others "
+            f"({', '.join(others) or 'there are none'}), or train the whole model"
         )
 
 

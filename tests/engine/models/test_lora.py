@@ -12,6 +12,7 @@ from transformers import (
     GPT2LMHeadModel,
     MambaConfig,
     MambaForCausalLM,
+    ZambaForCausalLM,
 )
 
 from rlft_fast.config import EngineConfig
@@ -19,6 +20,7 @@ from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.models import low_rank_factors
 from rlft_fast.rl import BradleyTerryLoss, PolicyLoss
 from tests.engine import reference
+from tests.engine.models.every_architecture import small_model
 from tests.engine.reference import (
     make_engine,
     near_policy,
@@ -227,6 +229,16 @@ def test_all_adapters_learn_beside_layers_that_are_never_called(tmp_path):
     assert all(lora_B.any() for lora_B, _, _ in low_rank_factors(engine.model).values())
     with pytest.raises(ValueError, match="has dt_proj, whose weight is read by the layer around it, past an adapter"):
         make_engine(tmp_path, config={"lora": BLOCKS | {"target_modules": ["in_proj", "dt_proj"]}})
+
+
+def test_weights_of_several_layers_have_no_adapters(tmp_path):
+    """A merged Zamba would have the first layer's adapter in all layers that share the weight."""
+    small_model("zamba", ZambaForCausalLM).save_pretrained(tmp_path)
+    message = r"adapt model\.layers\.2\.shared_transf.*, whose weight .* is that of another layer, too.*\(in_proj\)"
+    with pytest.raises(ValueError, match=message):
+        make_engine(tmp_path, config={"lora": BLOCKS | {"target_modules": ["q_proj", "in_proj"]}})
+    engine = make_engine(tmp_path, config={"lora": BLOCKS | {"target_modules": ["in_proj"]}})
+    assert {name.split(".")[-2] for name in low_rank_factors(engine.model)} == {"in_proj"}
 
 
 @pytest.mark.parametrize(
