@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from rlft_fast.errors import Interrupted, StepError
 from rlft_fast.rewards import RewardError
 from rlft_fast.run.folder import MARKER
 from rlft_fast.run.progress import Progress
-from rlft_fast.run.records import trackers
+from rlft_fast.run.records import RunLog, trackers
 from rlft_fast.run.run import DivergedError
 from rlft_fast.trainer import Run
 from tests.run.counting import (
@@ -127,6 +128,29 @@ def test_a_curve_that_cannot_be_drawn_costs_nothing(tmp_path):
 def test_numbers_of_tokens_that_cannot_be_written_cost_nothing(tmp_path, capsys):
     count(tmp_path, {("train_step", 0): (tmp_path / "run" / "tokens").touch}, steps=2, log_tokens_mib=1)
     assert "warning: step 1: numbers of its tokens are not kept: " in capsys.readouterr().out
+
+
+def test_lines_that_cannot_be_written_cost_nothing_else(tmp_path, capsys):
+    """As on a disk that is full for a step: here no file may grow. Half a line is none."""
+    metrics, (soft, hard) = tmp_path / "run" / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+
+    strikes = {("train_step", 1): lambda: limit(metrics.stat().st_size + 10), ("train_step", 2): lambda: limit(soft)}
+    try:
+        count(tmp_path, strikes, steps=3, evaluation=None)
+    finally:
+        limit(soft)
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 3]
+    assert capsys.readouterr().out.count("warning: step 2: lines of metrics.jsonl are not kept: ") == 1
+    assert checkpoints(tmp_path) == ["step_00000003"]
+
+
+def test_text_that_is_no_unicode_is_written(tmp_path):
+    log = RunLog(tmp_path, 1, 0)
+    log.sample(1, completion="half \ud83d")
+    assert read_lines(tmp_path / "samples.jsonl") == [{"step": 1, "completion": "half \ud83d"}]
 
 
 def test_the_last_evaluation_is_of_the_model_where_steps_were_lowered(tmp_path):

@@ -46,6 +46,7 @@ class RunLog:
         self.trackers: list[Tracker] = []
         self.num_texts = 0
         self._texts: list[dict[str, Any]] = []  # samples of the step that are to be uploaded with its numbers
+        self._failing: set[str] = set()  # files to which the last line could not be written
         columns = (
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("left"),
             TimeRemainingColumn(),
@@ -149,9 +150,30 @@ class RunLog:
         self.console.print(table)
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
-        if self.active:
-            with open(self.directory / name, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        """Appends a line. One that cannot be written costs a warning: a full disk must not cost the training since."""
+        if not self.active:
+            return
+        # A lone half of a UTF-16 pair, as an environment may say it, is then what JSON has for it.
+        line = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        try:
+            _append(self.directory / name, line)
+            self._failing.discard(name)
+        except OSError as error:
+            if name not in self._failing:  # once, until a line is written again
+                self.message(f"warning: step {record['step']}: lines of {name} are not kept: {error}")
+            self._failing.add(name)
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Appends the whole line, or nothing of it."""
+    with open(path, "ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def _in_float64(value: float) -> float:
