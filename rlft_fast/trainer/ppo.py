@@ -155,7 +155,9 @@ class PPOTrainer:
         prompts, scored, greedy = collected.prompts, collected.samples, collected.greedy_G
         with_signal = self.collector.rows_with_signal(scored)
         samples = self.collector.penalize_length(scored)
-        taught = scored_samples(self.collector.taught(samples, with_signal), greedy)
+        taught = self.collector.taught(samples, with_signal)
+        if self.config.algorithm.advantage != "none" or self.player is not None:  # an episode without one has failed
+            taught = scored_samples(taught, greedy)  # a teacher alone needs no reward
         images = self.world.together(partial(_images, prompts, taught, self.player), ImageError)
         batch = build_batch(taught, prompts.token_ids, greedy, images)
         batch = self._infer(self.objective.normalized(batch, samples.reward_B[samples.has_reward_B]))

@@ -52,7 +52,7 @@ class Experience:
     @property
     def warnings(self) -> list[str]:
         """What users should know of rewards that tell no answer from another."""
-        if not self.samples.has_reward_B.any():
+        if not self.samples.has_reward_B.any() and not len(self.taught):
             return ["the reward function left out every sample; nothing is learned"]
         if self.metrics["reward_std"] == 0 and self.batch.teacher_logprob_T is None:
             return [

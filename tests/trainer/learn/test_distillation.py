@@ -17,7 +17,7 @@ from rlft_fast.trainer.inputs import make_objective
 from tests.support.machine.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.ranks import train_in_process
-from tests.trainer.toy import comparable, read_lines, toy_config
+from tests.trainer.toy import HERE, comparable, read_lines, toy_config
 
 ALONE = {"algorithm__advantage": "none", "reward": {}}
 
@@ -68,6 +68,23 @@ def test_a_token_is_taught_by_the_teachers_log_ratio(model, teacher, tmp_path, a
     kl = -ratio_T[batch.loss_mask_T].mean().item()
     assert kl > 0.1
     assert metrics["teacher_kl"] == pytest.approx(kl, rel=1e-5)
+
+
+def test_a_teacher_alone_teaches_of_samples_without_a_reward(model, teacher, tmp_path):
+    """The reward is measured alone. Beside a reward, samples that have none are left out."""
+    settings = {"reward__function": f"{HERE}:nothing", "log_tokens_mib": 1, "steps": 1}
+    config = config_of(model, tmp_path, teacher, algorithm__advantage="none", **settings)
+    with contextlib.closing(PPOTrainer(config)) as trainer:
+        trainer.start(0)
+        experience = trainer.collect(0)
+        result = trainer.learn(experience)
+    batch = experience.batch
+    assert len(experience.taught) == 16
+    ratio_T = plain_logprob(teacher, batch, 1.0) - plain_logprob(model, batch, 1.0)
+    torch.testing.assert_close(batch.advantage_T.double(), ratio_T, rtol=1e-5, atol=1e-5)
+    assert result.metrics["grad_norm"] > 0
+    assert (result.metrics["left_out_share"], result.warnings) == (1.0, [])
+    assert not len(collected(config_of(model, tmp_path, teacher, **settings)).taught)
 
 
 def plain_divergence(policy, batch: Batch, likely: list[torch.Tensor], add_tail: bool) -> torch.Tensor:
