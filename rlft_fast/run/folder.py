@@ -88,8 +88,8 @@ def require_restartable(*, resume: bool | str) -> None:
     again = f"would go back to {resume} again" if resume else "would not continue what it has saved"
     raise ValueError(
         f"torchrun was given --max-restarts {restarts}, and a run that is restarted {again}: start it with --resume "
-        "(in Python with resume=True), which begins a run that has no checkpoint yet, and continues it after a restart; "
-        "or leave --max-restarts out"
+        "(in Python with resume=True), which begins a run that has no checkpoint yet, and continues it after a "
+        "restart; or leave --max-restarts out"
     )
 
 

@@ -12,7 +12,7 @@ def test_weights_that_are_still_random_are_named():
     model = nn.Linear(3, 2, dtype=torch.bfloat16)
     reload = Reload(model, is_first=True)
     model.weight = nn.Parameter(torch.ones(2, 3).to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(RuntimeError, match="vLLM did not get all weights of its model: bias$"):
+    with pytest.raises(RuntimeError, match=r"vLLM did not get all weights of its model: bias$"):
         reload.require_all()
     model.bias = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     reload.require_all()
