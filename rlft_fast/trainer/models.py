@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -228,7 +228,7 @@ def _remote_sampling(
             rollout = RolloutBeside(remote, tokenizer, config)
             stack.callback(rollout.close)  # before the workers: servers of others outlive them
         close = stack.pop_all().close
-    return SamplingModels(**{**vars(models), "close": close}, rollout=rollout)
+    return SamplingModels(**vars(replace(models, close=close)), rollout=rollout)
 
 
 def _on_cluster(config: AnyConfig, world: World) -> AnyConfig:
