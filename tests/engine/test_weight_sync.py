@@ -137,13 +137,13 @@ def test_every_architecture_is_written_as_transformers_writes_it(model_type):
 
 
 def test_a_tensor_of_the_checkpoint_without_the_part_of_one(tmp_path):
-    """Converters of transformers make what they can of it, and the other bias would have no values."""
+    """transformers converts what there is, and the other bias would have no values. Its release 5.15 fails instead."""
     model = built_model("ernie4_5_vl_moe")
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     cut = {name: x[:1].clone() for name, x in stored.items() if name.endswith("e_score_correction_bias")}
     save_file(stored | cut, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"have nothing for .*vision_moe\.gate\.moe_statics\.e_score_correction_bias"):
+    with pytest.raises(ValueError, match=r"(have nothing for|that make up) .*_moe\.gate\.moe_statics\.e_score"):
         load_policy(tmp_path)
 
 
