@@ -433,15 +433,11 @@ class Config(RunConfig):
     def _something_teaches(self) -> Iterator[str]:
         if self.algorithm.advantage == "none" and self.teacher is None:
             yield "algorithm.advantage: none learns from a teacher alone: give a teacher section, or another advantage"
-        if self.algorithm.advantage == "none" and self.algorithm.curriculum:
+        compared = [name for name in ("skip_equal_groups", "curriculum") if getattr(self.algorithm, name)]
+        if self.algorithm.advantage == "none" and compared:
             yield (
-                "algorithm.curriculum draws prompts whose rewards differ, but advantage: none learns from no reward: "
-                "leave it out"
-            )
-        if self.algorithm.skip_equal_groups and self.teacher is not None:
-            yield (
-                "algorithm.skip_equal_groups leaves out prompts whose samples have equal rewards, but a teacher "
-                "teaches of them, too: leave out one of the two"
+                f"algorithm.{compared[0]} prefers prompts whose samples differ in reward, but advantage: none learns "
+                "from no reward: leave it out"
             )
 
     @rule

@@ -182,12 +182,12 @@ def test_one_process_and_two_distil_the_same(model, teacher, tmp_path):
             "kl_in: reward has no effect with advantage: none",
         ),
         (
-            {"teacher": {"model": "t"}, "algorithm": {"skip_equal_groups": True}},
-            "skip_equal_groups leaves out prompts whose samples have equal rewards, but a teacher teaches of them",
+            {"teacher": {"model": "t"}, "algorithm": {"advantage": "none", "skip_equal_groups": True}},
+            "skip_equal_groups prefers prompts whose samples differ in reward, but advantage: none learns from no",
         ),
         (
             {"teacher": {"model": "t"}, "algorithm": {"advantage": "none", "curriculum": 0.5}},
-            "curriculum draws prompts whose rewards differ, but advantage: none learns from no reward",
+            "curriculum prefers prompts whose samples differ in reward, but advantage: none learns from no reward",
         ),
         ({"teacher": {"weight": 1.0}}, r"teacher\.model"),
         ({"teacher": {"model": "t", "max_tokens": 13}}, r"teacher\.max_tokens is 13, but a sequence may have 14"),
