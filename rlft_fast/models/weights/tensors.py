@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -452,17 +452,15 @@ def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str], used: l
         )
 
 
-def name_some(names: list[str]) -> str:
+def name_some(names: Sequence[str], most: int = _SHOWN) -> str:
     """The first few of many names, for a message."""
-    shown = ", ".join(brief(name, _SHOWN_CHARACTERS) for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+    shown = ", ".join(brief(name, _SHOWN_CHARACTERS) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def name_kinds(names: Iterable[str]) -> str:
     """Names for a message that says which there are. What follows the first number in a name is left out."""
-    kinds = [*dict.fromkeys(re.sub(r"\.\d+\..*", ".*", name) for name in names)]
-    shown = ", ".join(brief(kind, _SHOWN_CHARACTERS) for kind in kinds[:_SHOWN_KINDS])
-    return shown if len(kinds) <= _SHOWN_KINDS else f"{shown} and {len(kinds) - _SHOWN_KINDS} more"
+    return name_some([*dict.fromkeys(re.sub(r"\.\d+\..*", ".*", name) for name in names)], _SHOWN_KINDS)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

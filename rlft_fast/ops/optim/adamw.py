@@ -62,7 +62,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     The master is the weight: change a narrow parameter by hand, and the next step overwrites it.
 
-    The arguments are those of `torch.optim.AdamW`, with ``moment_dtype`` and ``offload_moments`` beside them.
+    It takes the arguments of `torch.optim.AdamW`, and ``moment_dtype`` and ``offload_moments``.
 
     Args:
         params: parameters or parameter groups, as for any optimizer. A parameter with gaps between its elements is
